@@ -1,0 +1,65 @@
+# `make` alone prints the targets. Everything happens in one virtual environment, .venv, which `make setup` builds from
+# requirements.lock and every other target builds first where it is missing or the lock has changed.
+#
+#   PYTHON=python3.12   the interpreter that .venv is built with (3.10 or newer)
+#   VENV=               (empty) no virtual environment: use $(PYTHON) and the packages it has, installing nothing. For GPU
+#                       machines and clusters that bring their own torch: `make test-gpu VENV=`, `make demo VENV=`
+#   ARGS='-k loader'    more arguments for pytest (`make test`, `make test-gpu`) or for the demo (`make demo`)
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-gpu lint bench clean
+
+ifeq ($(strip $(VENV)),)
+RUN := $(PYTHON)
+STAMP :=
+else
+RUN := $(VENV)/bin/python
+# A copy of the lock that the environment was completely installed from. It goes away before an installation begins and
+# comes back, by a rename, after it: an environment without it may be half installed, and is built from nothing.
+STAMP := $(VENV)/installed.lock
+endif
+
+help:  ## these lines
+	@echo "make TARGET [PYTHON=python3] [VENV=.venv] [ARGS=...]   (VENV= with nothing: this machine's own Python packages)"
+	@sed -nE 's/^([a-z-]+):[^#]*##[[:space:]]*(.*)$$/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+
+setup: $(STAMP)  ## the virtual environment .venv, from requirements.lock
+
+ifneq ($(STAMP),)
+$(STAMP): requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed and $(PYTHON) is %d.%d: name another, as in make setup PYTHON=python3.12" % sys.version_info[:2] or None)'
+	@echo "Installing what requirements.lock lists into $(VENV) (once; about two minutes)"
+	if [ ! -f $@ ]; then $(PYTHON) -m venv --clear $(VENV); fi
+	rm -f $@
+	$(RUN) -m pip install --disable-pip-version-check --requirement $<
+	cp $< $@.new
+	mv $@.new $@
+endif
+
+demo: setup  ## corpus, tokenizer, shards, a tiny hybrid model, its plot and what it writes: all in demo_output/
+	@$(RUN) demo.py $(ARGS)
+
+# pytest comes last and bare: its summary line, which CI reads, is the last line of `make test`.
+test: lint  ## lint, then every test that needs neither GPU nor SLURM
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu and not slurm" $(ARGS)
+
+test-gpu: setup  ## the tests that need a CUDA device
+	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu needs a CUDA device, and torch %s sees none here" % torch.__version__)'
+	$(RUN) -m pytest -m gpu $(ARGS)
+
+lint: setup  ## ruff (lint and format) and pyright
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pyright --pythonpath "$$($(RUN) -c 'import sys; print(sys.executable)')"
+
+bench: setup  ## every benchmark, one after the other; each prints JSON
+	@for file in benchmarks/[a-z]*.py; do echo "$(RUN) $$file"; $(RUN) $$file; done
+
+clean:  ## remove caches and demo_output/ (.venv stays)
+	rm -rf demo_output bench_output .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,0 +1,114 @@
+"""How fast rows are built on one core, and how much memory a rank needs for a large corpus.
+
+    python benchmarks/loader.py [--tokens 1000000000] [--output loader.json]
+
+Writes a synthetic corpus of `--tokens` tokens (documents of about 500) to a temporary folder, builds causal and masked
+rows at several lengths on one thread, masks and labels included, and prints the memory beyond the process's base.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+import torch
+
+from data.corpus import Corpus
+from data.loader import BatchBuilder
+from data.masking import MaskingOptions
+from data.plan import CAUSAL, MASKED, DataPlan, RowRange
+from data.shards import write_shard
+from training.setup import versions
+
+_MICRO_BATCH_TOKENS = 32768
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, mapped files included."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no VmRSS in /proc/self/status")
+
+
+def write_corpus(folder: Path, tokens: int, mean_length: int, tokens_per_shard: int = 100_000_000) -> None:
+    """Random documents with exponentially distributed lengths."""
+    generator = np.random.default_rng(0)
+    pool = generator.integers(16, 16384, 1 << 20).astype(np.uint16)
+    for number, start in enumerate(range(0, tokens, tokens_per_shard)):
+        size = min(tokens_per_shard, tokens - start)
+        lengths = 1 + generator.exponential(mean_length - 1, size=size // mean_length + 1).astype(int)
+        lengths = np.minimum(lengths, len(pool))
+        documents = (pool[:length] for length in lengths)
+        write_shard(folder / f"part_{number:04d}.shard", documents, tokenizer_hash="0" * 64, vocab_size=16384)
+
+
+def build_rows(builder: BatchBuilder, objective: int, tokens: int) -> None:
+    """Rows, masks and labels of about `tokens` tokens in micro-batches."""
+    plan = builder.plan.step(0)
+    rows = _MICRO_BATCH_TOKENS // plan.seq_length
+    for first in range(0, tokens // plan.seq_length, rows):
+        builder.rows(plan, RowRange(objective, first, first + rows)).inputs(builder.options)
+
+
+def measure(corpus: Corpus, length: int, objective: int, tokens: int, repeats: int = 5) -> float:
+    """Median tokens per second over `repeats`."""
+    plan = DataPlan(
+        1, length, 1 << 20, 1, hybrid_numerator=int(objective == MASKED), hybrid_denominator=1, milestones=()
+    )
+    builder = BatchBuilder(corpus, plan, MaskingOptions(vocab_size=16384))
+    build_rows(builder, objective, _MICRO_BATCH_TOKENS)  # builds the epoch's index
+    rates = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        build_rows(builder, objective, tokens)
+        rates.append(tokens / (time.perf_counter() - start))
+    return sorted(rates)[len(rates) // 2]
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=1_000_000_000, help="size of the corpus in tokens (default: 1e9)")
+    parser.add_argument("--mean_length", type=int, default=500, help="mean document length in tokens (default: 500)")
+    parser.add_argument("--folder", default=None, help="where to write the corpus (default: a temporary folder)")
+    parser.add_argument("--output", default="", help="JSON file for the results")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        write_corpus(Path(folder), options.tokens, options.mean_length)
+        base = resident_bytes()
+        corpus = Corpus(f"{folder}/*.shard", tokenizer_hash=None, bos_id=1, eos_id=2)
+        results, peak = [], 0
+        for length in (128, 256, 512):
+            for name, objective in (("causal", CAUSAL), ("masked", MASKED)):
+                rate = measure(corpus, length, objective, 32 * _MICRO_BATCH_TOKENS)
+                peak = max(peak, resident_bytes() - base)
+                results.append({"objective": name, "row_length": length, "tokens_per_second": rate})
+                print(f"{name:>7} rows, T={length:<4} {rate / 1e6:8.2f} M tokens/s", flush=True)
+        print(
+            f"{corpus.num_tokens:,} tokens, {corpus.num_documents:,} documents: {peak / 2**20:.0f} MiB above the base"
+        )
+    report = {
+        "results": results,
+        "memory_bytes": peak,
+        "tokens": options.tokens,
+        "machine": platform.processor(),
+        **versions(),
+    }
+    if options.output:
+        Path(options.output).write_text(json.dumps(report, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

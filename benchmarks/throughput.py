@@ -1,0 +1,114 @@
+"""Tokens per second of whole training steps, end to end through train_single_gpu.py.
+
+    python benchmarks/throughput.py [--config configs/base.json] [--seq_length 128 256 512] [--output throughput.json]
+
+Each case is a run of its own on synthetic shards: loader, masks, forward, backward, clipping, optimizer, EMA, logging.
+Prints the median over the steps after `--skip`, the smallest and largest, peak memory and model FLOP/s utilisation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.synthetic import write_inputs
+from model import ModelConfig
+from training.metrics import read_metrics
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_case(inputs: Path, config: str, seq_length: int, options: argparse.Namespace, extra: list[str]) -> dict:
+    """One run; returns its rates. Raises RuntimeError with the run's output where it fails."""
+    rows = options.tokens // seq_length
+    name = f"T{seq_length}" + "".join(extra).replace("--", "_").replace("=", "_")
+    output = inputs / "runs"
+    command = [
+        sys.executable,
+        str(_ROOT / "train_single_gpu.py"),
+        f"--train_path={inputs / 'train.shard'}",
+        f"--config_file={config}",
+        f"--tokenizer_path={inputs / 'tokenizer.json'}",
+        f"--output_dir={output}",
+        f"--name={name}",
+        f"--seq_length={seq_length}",
+        f"--local_batch_size={rows}",
+        f"--global_batch_size={rows * options.accumulation}",
+        f"--max_steps={options.steps}",
+        "--length_milestones=",
+        "--batch_reduction=1",
+        "--save_every=0",
+        "--validate_every=0",
+        "--wandb_mode=disabled",
+        f"--device={options.device}",
+        *extra,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    lines = [line for line in read_metrics(output / name / "metrics.jsonl") if line["step"] > options.skip]
+    step_tokens = rows * options.accumulation * seq_length
+    rates = [line["stats/tokens_per_second"] for line in lines]
+    return {
+        "seq_length": seq_length,
+        "flags": extra,
+        "tokens_per_second": statistics.median(rates),
+        "slowest": min(rates),
+        "fastest": max(rates),
+        "mfu": statistics.median(line.get("stats/mfu", 0.0) for line in lines),
+        "peak_memory_gib": max(line.get("stats/peak_memory_gib", 0.0) for line in lines),
+        "loader_wait_share": statistics.median(
+            line["stats/loader_wait_seconds"] * line["stats/tokens_per_second"] / step_tokens for line in lines
+        ),
+        "environment": json.loads((output / name / "config.json").read_text())["versions"],
+        "device": json.loads((output / name / "config.json").read_text())["launches"][-1]["device"],
+    }
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--config", default=str(_ROOT / "configs/base.json"), help="model configuration")
+    parser.add_argument("--seq_length", type=int, nargs="+", default=[128, 256, 512], help="row lengths in tokens")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens per micro-batch (default: 32768)")
+    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches per step (default: 4)")
+    parser.add_argument("--steps", type=int, default=30, help="steps per case (default: 30)")
+    parser.add_argument("--skip", type=int, default=10, help="steps not counted (default: 10)")
+    parser.add_argument("--device", default="auto", help="as for train_single_gpu.py")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        help="further flags of the script; each occurrence is a case of its own",
+    )
+    parser.add_argument("--output", default="", help="JSON file for the results")
+    options = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        vocab_size = ModelConfig.from_json(options.config).vocab_size
+        inputs = write_inputs(Path(folder), vocab_size, 20_000_000)
+        for variant in options.variant or [""]:
+            for seq_length in options.seq_length:
+                case = run_case(inputs, options.config, seq_length, options, variant.split())
+                results.append(case)
+                print(
+                    f"T={seq_length:<4} {variant:<30} {case['tokens_per_second']:>10,.0f} tok/s "
+                    f"({case['slowest']:,.0f} - {case['fastest']:,.0f})  MFU {case['mfu']:.1%}  "
+                    f"memory {case['peak_memory_gib']:.1f} GiB  waiting for data {case['loader_wait_share']:.1%}",
+                    flush=True,
+                )
+    if options.output:
+        Path(options.output).write_text(json.dumps({"config": options.config, "results": results}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

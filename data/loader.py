@@ -1,0 +1,255 @@
+"""Batches ahead of the device: a background thread reads and packs the rows of the coming steps.
+
+Only token ids, row keys and counts travel to the device; masks and document boundaries are computed there (masking.py).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.corpus import Corpus, TokenStream
+from data.masking import PADDING, MaskingOptions, ModelInputs, build_inputs, causal_counts, masked_counts
+from data.plan import CAUSAL, MASKED, DataPlan, RowRange, StepPlan, rank_share
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """R rows of T tokens. Tensors lie on the CPU until `to` moves them; the counts are known on the host at once.
+
+    tokens: int32 [R, T+1] (see masking.py). row_keys: int64 [R]. causal: bool [R]. mask_counts: int64 [R].
+    origins: int64 [R, T+1] or None. targets: int64 [2, R] on the host, targets of each row by objective.
+    """
+
+    tokens: torch.Tensor
+    row_keys: torch.Tensor
+    causal: torch.Tensor
+    mask_counts: torch.Tensor
+    origins: torch.Tensor | None
+    targets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def _map(self, function) -> RowBatch:
+        names = ("tokens", "row_keys", "causal", "mask_counts", "origins")
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: None if t is None else function(t) for name, t in tensors.items()})
+
+    def pin(self) -> RowBatch:
+        """A copy in page-locked memory, from which copies to a CUDA device run asynchronously."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> RowBatch:
+        """A copy on `device`; asynchronous from page-locked memory."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def slice(self, begin: int, end: int) -> RowBatch:
+        """Rows `begin` .. `end - 1`."""
+        return replace(self._map(lambda tensor: tensor[begin:end]), targets=self.targets[:, begin:end])
+
+    def inputs(self, options: MaskingOptions) -> ModelInputs:
+        """Model inputs and labels, computed on the device of the tensors."""
+        draw_masks = bool(self.targets[MASKED].any())
+        return build_inputs(
+            self.tokens, self.row_keys, self.causal, self.mask_counts, options, self.origins, draw_masks=draw_masks
+        )
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """A rank's share of global batch `plan.step`; `rows` counts its rows by objective as `targets` does its targets."""
+
+    plan: StepPlan
+    batch: RowBatch
+    rows_per_micro_batch: int
+
+    @property
+    def targets(self) -> np.ndarray:
+        """Targets of this rank by objective; int64 [2]."""
+        return self.batch.targets.sum(axis=1)
+
+    def micro_batches(self, device: torch.device) -> Iterator[RowBatch]:
+        """The rank's rows on `device`, in pieces of at most rows_per_micro_batch."""
+        batch = self.batch.to(device)
+        for begin in range(0, len(batch), self.rows_per_micro_batch):
+            yield batch.slice(begin, begin + self.rows_per_micro_batch)
+
+
+def micro_batch_rows(local_batch_size: int, seq_length: int, row_length: int) -> int:
+    """Rows of `row_length` tokens in a micro-batch that holds `local_batch_size` rows of `seq_length` tokens."""
+    return max(1, local_batch_size * seq_length // row_length)
+
+
+def _rows_of(stream: TokenStream, start: int, count: int, length: int, origins: bool):
+    """`count` rows of `length` + 1 tokens, each beginning with the last token of the one before; and their origins."""
+    tokens, places = stream.read(start, count * length + 1, origins=origins)
+
+    def overlap(flat: np.ndarray) -> np.ndarray:
+        size = flat.itemsize
+        return np.lib.stride_tricks.as_strided(flat, (count, length + 1), (length * size, size), writeable=False)
+
+    return overlap(tokens), None if places is None else overlap(places)
+
+
+def _pack(tokens, keys, objective: int, mask_p: float, options: MaskingOptions, origins) -> RowBatch:
+    """Rows of one objective (tokens [R, T+1], keys [R], origins [R, T+1] or None) with their target counts."""
+    targets = np.zeros((2, len(tokens)), np.int64)
+    if objective == MASKED:
+        targets[MASKED] = masked_counts(tokens, keys, mask_p, options.n_special_tokens)
+    else:
+        targets[CAUSAL] = causal_counts(tokens, options.bos_id)
+    return RowBatch(
+        tokens=torch.from_numpy(tokens.copy()),  # rows overlap in `tokens`; the copy does not
+        row_keys=torch.from_numpy(keys),
+        causal=torch.full((len(tokens),), objective == CAUSAL),
+        mask_counts=torch.from_numpy(targets[MASKED].copy()),
+        origins=None if origins is None else torch.from_numpy(origins.copy()),
+        targets=targets,
+    )
+
+
+class BatchBuilder:
+    """Builds any rank's rows of any step; holds the streams and nothing that changes a result."""
+
+    def __init__(self, corpus: Corpus, plan: DataPlan, options: MaskingOptions):
+        self.corpus, self.plan, self.options = corpus, plan, options
+        self._streams = [TokenStream(corpus, plan.stream_key(objective)) for objective in (MASKED, CAUSAL)]
+
+    def rows(self, step: StepPlan, share: RowRange) -> RowBatch:
+        """The rows of one objective."""
+        start = step.position[share.objective] + share.first * step.seq_length
+        want_origins = self.options.even
+        stream = self._streams[share.objective]
+        tokens, origins = _rows_of(stream, start, len(share), step.seq_length, want_origins)
+        keys = self.plan.row_keys(step, share)
+        return _pack(tokens, keys, share.objective, step.mask_p, self.options, origins)
+
+    def step(self, step: int, rank: int, world_size: int, split: str, local_batch_size: int) -> StepBatch:
+        """The rows of `rank` in global batch `step`."""
+        plan = self.plan.step(step)
+        parts = [self.rows(plan, share) for share in rank_share(plan, rank, world_size, split)]
+        per_micro_batch = micro_batch_rows(local_batch_size, self.plan.seq_length, plan.seq_length)
+        return StepBatch(plan, parts[0] if len(parts) == 1 else _concatenate(parts), per_micro_batch)
+
+
+def _concatenate(parts: list[RowBatch]) -> RowBatch:
+    def join(name: str) -> Any:
+        tensors = [getattr(part, name) for part in parts]
+        return None if tensors[0] is None else torch.cat(tensors)
+
+    names = ("tokens", "row_keys", "causal", "mask_counts", "origins")
+    return RowBatch(**{name: join(name) for name in names}, targets=np.concatenate([p.targets for p in parts], axis=1))
+
+
+class Loader:
+    """Iterates over the step batches of one rank from `start_step` on, prepared by a background thread.
+
+    depth: steps prepared ahead. waited: seconds the consumer has spent waiting for data so far.
+    An error in the thread is raised by the next call; `close` stops the thread.
+    """
+
+    def __init__(
+        self,
+        builder: BatchBuilder,
+        *,
+        rank: int,
+        world_size: int,
+        split: str,
+        local_batch_size: int,
+        start_step: int = 0,
+        end_step: int | None = None,
+        pin_memory: bool = False,
+        depth: int = 2,
+    ):
+        self._builder, self._pin = builder, pin_memory
+        self._arguments = (rank, world_size, split, local_batch_size)
+        self._steps = range(start_step, builder.plan.max_steps if end_step is None else end_step)
+        self._queue: queue.Queue = queue.Queue(maxsize=depth)
+        self._stopped = threading.Event()
+        self.waited = 0.0
+        self._thread = threading.Thread(target=self._work, name="loader", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            for step in self._steps:
+                item = self._builder.step(step, *self._arguments)
+                self._put(replace(item, batch=item.batch.pin()) if self._pin else item)
+                if self._stopped.is_set():
+                    return
+            self._put(None)
+        except BaseException as error:  # handed to the consumer, which raises it
+            self._put(error)
+
+    def _put(self, item) -> None:
+        while not self._stopped.is_set():
+            try:
+                return self._queue.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        while True:
+            start = time.perf_counter()
+            item = self._queue.get()
+            self.waited += time.perf_counter() - start
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def close(self) -> None:
+        """Stop the thread and wait for it."""
+        self._stopped.set()
+        self._thread.join()
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """All rows of a held-out corpus in stored order, with the masks fixed for good.
+
+    corpus: the documents. seq_length: tokens per row. mask_p: masked share. rows: how many of the set's rows to use,
+    spread evenly over it; None uses all.
+    """
+
+    corpus: Corpus
+    options: MaskingOptions
+    seq_length: int
+    mask_p: float = 0.15
+    rows: int | None = None
+
+    @property
+    def total_rows(self) -> int:
+        """Rows in the whole set; the last may be padded."""
+        return -(-(self.corpus.tokens_before_epoch(1) - 1) // self.seq_length)
+
+    @property
+    def used_rows(self) -> int:
+        """Rows that are evaluated."""
+        return self.total_rows if self.rows is None else min(self.rows, self.total_rows)
+
+    def batches(self, objective: int, rank: int, world_size: int, batch_rows: int) -> Iterator[RowBatch]:
+        """This rank's rows, `batch_rows` at a time; all ranks together hold every row once."""
+        # One fixed key for everybody: runs with different seeds are validated on the same masks.
+        stream, length = TokenStream(self.corpus, None), self.seq_length
+        end = self.corpus.tokens_before_epoch(1)
+        begin_row, end_row = self.used_rows * rank // world_size, self.used_rows * (rank + 1) // world_size
+        plan = DataPlan(1, length, 1, batch_reduction=1, seed=0, milestones=())
+        for first in range(begin_row, end_row, batch_rows):
+            numbers = np.arange(first, min(first + batch_rows, end_row)) * self.total_rows // self.used_rows
+            tokens = np.full((len(numbers), length + 1), PADDING, np.int32)
+            for i, number in enumerate(numbers):
+                count = min(length + 1, end - int(number) * length)
+                tokens[i, :count] = stream.read(int(number) * length, count)[0]
+            step = plan.step(0)
+            keys = np.concatenate([plan.row_keys(step, RowRange(objective, int(n), int(n) + 1)) for n in numbers])
+            yield _pack(tokens, keys, objective, self.mask_p, self.options, None)

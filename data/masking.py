@@ -1,0 +1,194 @@
+"""From raw rows to model inputs: document boundaries, span masks and labels, computed where the model runs.
+
+A row of T inputs comes as T + 1 tokens: output i is scored against token i + 1 under both objectives. The row *owns*
+tokens 1 .. T: they are its candidates for masking and its targets. Token 0 is owned by the row before it in the stream
+and is shown as it is. So each token of the corpus is an input once and a candidate once per epoch.
+
+Masking follows the published method (spans of 1 to 3 tokens, spans with the lowest random numbers first; REFERENCE.md)
+with three differences: exactly floor(p * n + u) tokens of a row's n maskable ones are masked (the last span is cut off
+where it would overshoot), u being uniform in [0, 1) and keyed by the row; all random numbers are pure functions of the
+row's key, equal on CPU and GPU; and `even` masking can replace the published loader's per-token counters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+import torch
+
+from data.corpus import OCCURRENCE_SHIFT
+from data.hashing import fold_numpy, fold_torch, logical_right_shift, signed
+
+IGNORE_INDEX = -100
+PADDING = -1  # token id of places behind the end of a validation stream
+
+# What a random number of a row is for.
+_COUNT, _PHASE, _LAYOUT, _RANK, _ACTION, _RANDOM_TOKEN, _FACTOR, _OFFSET = range(101, 109)
+
+# Spans are laid out in blocks of six tokens, each an arrangement of one span of 1, one of 2 and one of 3 tokens: all
+# three lengths are equally frequent, and the span of a token is found from its position alone.
+_BLOCK = 6
+_LAYOUTS = torch.tensor([[i for i, length in enumerate(p) for _ in range(length)] for p in permutations((1, 2, 3))])
+
+_UNIFORM_BITS = 40  # resolution of the number by which spans are ranked; the rest of an int64 breaks ties by position
+_STRATA = 23  # a prime; so many spans are about 46 tokens
+_GOLDEN_STEP = round((5**0.5 - 1) / 2 * (1 << _UNIFORM_BITS))
+
+
+@dataclass(frozen=True)
+class MaskingOptions:
+    """How masked rows are made. Probabilities are per span; ids below `n_special_tokens` are never masked."""
+
+    vocab_size: int
+    mask_id: int = 4
+    bos_id: int = 1
+    pad_id: int = 3
+    n_special_tokens: int = 16
+    random_p: float = 0.1
+    keep_p: float = 0.1
+    even: bool = False
+    seed: int = 0  # of `even` masking, whose spans belong to the corpus and not to a row
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What the model and the loss need; all [B, T] int64 but `causal`, which is bool [B]."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor  # IGNORE_INDEX where nothing is predicted
+    document_ids: torch.Tensor  # counts documents within the row; -1 is padding
+    causal: torch.Tensor
+
+
+def masked_counts(tokens: np.ndarray, row_keys: np.ndarray, p: float, n_special_tokens: int) -> np.ndarray:
+    """How many tokens of each masked row are masked: floor(p * n + u). tokens [B, T+1], keys [B] -> int64 [B]."""
+    maskable = np.count_nonzero(tokens[:, 1:] >= n_special_tokens, axis=1)
+    uniform = (fold_numpy(row_keys, np.array([_COUNT])) >> np.uint64(11)) * 2.0**-53
+    return np.floor(p * maskable + uniform).astype(np.int64)
+
+
+def causal_counts(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """How many targets each causal row has: every owned token but `<s>` and padding. tokens [B, T+1] -> int64 [B]."""
+    owned = tokens[:, 1:]
+    return np.count_nonzero((owned != bos_id) & (owned != PADDING), axis=1)
+
+
+def build_inputs(
+    tokens: torch.Tensor,
+    row_keys: torch.Tensor,
+    causal: torch.Tensor,
+    mask_counts: torch.Tensor,
+    options: MaskingOptions,
+    origins: torch.Tensor | None = None,
+    *,
+    draw_masks: bool = True,
+) -> ModelInputs:
+    """Inputs and labels of a micro-batch, on the device of its tensors and without host synchronisation.
+
+    tokens: [B, T+1] integers, PADDING behind the end of the data. row_keys: int64 [B]. causal: bool [B].
+    mask_counts: int64 [B], from `masked_counts` (0 for causal rows). origins: int64 [B, T+1] from TokenStream.read,
+    needed for `even` masking. draw_masks: False where the caller knows that every row is causal, which saves the work.
+    """
+    tokens = tokens.long()
+    padding = tokens == PADDING
+    tokens = tokens.masked_fill(padding, options.pad_id)
+    documents = (tokens == options.bos_id).cumsum(1).masked_fill(padding, -1)
+    owned = tokens[:, 1:]
+
+    causal_labels = owned.masked_fill((owned == options.bos_id) | padding[:, 1:], IGNORE_INDEX)
+    document_ids = documents[:, :-1]
+    if not draw_masks:
+        return ModelInputs(tokens[:, :-1], causal_labels, document_ids, causal)
+    maskable = (owned >= options.n_special_tokens) & ~padding[:, 1:] & ~causal[:, None]
+    selected, span_key = _select(maskable, row_keys, mask_counts, None if origins is None else origins[:, 1:], options)
+    masked_labels = owned.masked_fill(~selected, IGNORE_INDEX)
+
+    corrupted = torch.where(selected, _replacements(owned, row_keys, span_key, options), owned)
+    return ModelInputs(
+        input_ids=torch.cat([tokens[:, :1], corrupted[:, :-1]], dim=1),
+        labels=torch.where(causal[:, None], causal_labels, masked_labels),
+        document_ids=document_ids,
+        causal=causal,
+    )
+
+
+def _bits(key: torch.Tensor, counter: torch.Tensor | int, count: int) -> torch.Tensor:
+    """`count` (at most 63) random bits as a non-negative int64."""
+    return logical_right_shift(fold_torch(key, counter), 64 - count)
+
+
+def _scaled(bits: torch.Tensor, bits_count: int, size: int) -> torch.Tensor:
+    """Random integers below `size` (under 2**31) from `bits_count` <= 32 random bits."""
+    return (bits * size) >> bits_count
+
+
+def _select(maskable, row_keys, mask_counts, origins, options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which owned tokens are masked (bool [B, T]), and a number naming the span of each token (int64 [B, T])."""
+    length = maskable.shape[1]
+    place = torch.arange(length, device=maskable.device)
+    keys = row_keys[:, None]
+    if options.even:
+        if origins is None:
+            raise ValueError("even masking needs the origin of every token: read the stream with origins=True")
+        # Spans are fixed in the corpus, and so is each span's first random number. With every use of its document the
+        # number moves on by the golden ratio (modulo 1): a sequence of low discrepancy, so over 1/p uses a span falls
+        # below p about once.
+        position = origins & ((1 << OCCURRENCE_SHIFT) - 1)
+        uses = origins >> OCCURRENCE_SHIFT
+        key = torch.full_like(keys, signed(options.seed))
+    else:
+        position, uses = place + _scaled(_bits(keys, _PHASE, 32), 32, _BLOCK), 0
+        key = keys
+    block = torch.div(position, _BLOCK, rounding_mode="floor")
+    layout = _scaled(_bits(fold_torch(key, _LAYOUT), block, 32), 32, len(_LAYOUTS))
+    span = block * 3 + _LAYOUTS.to(maskable.device)[layout, position - block * _BLOCK]
+    rank = _bits(fold_torch(key, _RANK), span, _UNIFORM_BITS)
+    if options.even:
+        rank = (_stratified(rank, span, key) + uses * _GOLDEN_STEP) & ((1 << _UNIFORM_BITS) - 1)
+
+    # Order tokens by (rank of their span, place) and take the first mask_counts of each row.
+    order = (rank << (63 - _UNIFORM_BITS)) + place
+    order = order.masked_fill(~maskable, torch.iinfo(torch.int64).max)
+    threshold = order.sort(dim=1).values.gather(1, (mask_counts - 1).clamp(min=0)[:, None])
+    return (order <= threshold) & maskable & (mask_counts > 0)[:, None], span
+
+
+def _stratified(rank: torch.Tensor, span: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Random numbers of `_STRATA` consecutive spans, one in each of as many equal parts of the range.
+
+    Then any stretch of text has about the same share of spans below p, so that a row's threshold hardly moves and the
+    spans that are masked are those whose numbers say so. Parts go to spans by a random affine map modulo a prime.
+    """
+    group = torch.div(span, _STRATA, rounding_mode="floor")
+    factor = 1 + _scaled(_bits(fold_torch(key, _FACTOR), group, 32), 32, _STRATA - 1)
+    offset = _scaled(_bits(fold_torch(key, _OFFSET), group, 32), 32, _STRATA)
+    part = (factor * (span - group * _STRATA) + offset) % _STRATA
+    return ((part << _UNIFORM_BITS) + rank) // _STRATA
+
+
+def _replacements(owned, row_keys, span, options) -> torch.Tensor:
+    """What the model sees in place of each token if it is masked: `<mask>`, a random token or the token itself."""
+    keys = row_keys[:, None]
+    draw = _bits(fold_torch(keys, _ACTION), span, 31)
+    is_random = draw < round(options.random_p * 2**31)
+    is_kept = ~is_random & (draw < round((options.random_p + options.keep_p) * 2**31))
+    place = torch.arange(owned.shape[1], device=owned.device)
+    words = options.vocab_size - options.n_special_tokens
+    random_ids = options.n_special_tokens + _scaled(_bits(fold_torch(keys, _RANDOM_TOKEN), place, 32), 32, words)
+    shown = torch.where(is_random, random_ids, torch.full_like(owned, options.mask_id))
+    return torch.where(is_kept, owned, shown)
+
+
+def fingerprint(inputs: ModelInputs, row_numbers: torch.Tensor) -> torch.Tensor:
+    """A hash of a micro-batch that adds up (modulo 2**64) to the global batch's; int64 [].
+
+    Covers tokens, labels, document ids and objective of each row, keyed by `row_numbers` (int64 [B], the row's key),
+    so that neither the order of rows nor their distribution over ranks changes the sum.
+    """
+    place = torch.arange(inputs.input_ids.shape[1], device=inputs.input_ids.device)
+    value = fold_torch(row_numbers[:, None], place)
+    for part in (inputs.input_ids, inputs.labels, inputs.document_ids, inputs.causal[:, None].long()):
+        value = fold_torch(value, part)
+    return value.sum()

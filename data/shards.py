@@ -1,0 +1,436 @@
+"""Token shards: tokenised documents in self-describing, memory-mapped files.
+
+Layout of NAME.shard, little-endian throughout:
+
+    bytes 0-255     header: magic, format version, dtype, number of documents, of tokens, vocabulary size, hash of the
+                    tokenizer, CRC-32 of all that; padded with zeros
+    then            tokens, uint16 where the vocabulary has at most 65,536 ids, else uint32; zeros up to a multiple of 8
+    then            document offsets, uint64 [documents + 1]: document d is tokens[offsets[d]:offsets[d + 1]]
+
+Documents are stored without special tokens: `<s>` and `</s>` are the loader's business. `manifest.json` beside the
+shards lists them in order, with sizes and SHA-256, and says how they were made; a folder without it is unfinished.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import mmap
+import os
+import re
+import shutil
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+SHARD_SUFFIX = ".shard"
+PARTIAL_SUFFIX = ".partial"
+MANIFEST_NAME = "manifest.json"
+MANIFEST_FORMAT = "token-shards"
+FORMAT_VERSION = 1
+
+_MAGIC = b"TOKSHARD"
+_HEADER_BYTES = 256
+_FIELDS = struct.Struct("<8sI8sQQQ32s")  # magic, version, dtype, documents, tokens, vocabulary size, tokenizer hash
+_CHECKSUM = struct.Struct("<I")
+_DTYPES = {b"uint16": np.dtype("<u2"), b"uint32": np.dtype("<u4")}
+_BLOCK_BYTES = 1 << 20
+
+
+class ShardError(ValueError):
+    """A shard, a shard folder or a tokenizer file that cannot be used; the message is one sentence for the user."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The stored type of token ids: little-endian uint16 up to 65,536 ids, else uint32."""
+    if not 0 < vocab_size <= 1 << 32:
+        raise ShardError(f"a vocabulary of {vocab_size} ids cannot be stored; shards hold 1 to 4,294,967,296 ids")
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def tokenizer_hash(path: str | Path) -> str:
+    """SHA-256 (64 hex digits) of what the tokenizer file means.
+
+    Layout of the JSON, the order of its keys and the two spellings of merges ("a b", ["a", "b"]) do not count, nor do
+    truncation and padding, which nothing here applies; everything else does. Raises ShardError if it is unreadable.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not valid JSON"
+        raise ShardError(f"cannot read the tokenizer {path} ({reason}); give a tokenizer.json") from None
+    if not isinstance(content, dict) or "model" not in content:
+        raise ShardError(f"{path} is not a tokenizer: its JSON has no 'model'; give a tokenizer.json")
+    meaning = {key: value for key, value in content.items() if key not in ("truncation", "padding")}
+    merges = meaning["model"].get("merges") if isinstance(meaning["model"], dict) else None
+    if merges:
+        pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
+        meaning["model"] = {**meaning["model"], "merges": pairs}
+    canonical = json.dumps(meaning, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One opened shard. The file is mapped when `tokens` or `offsets` is first used, and read page by page."""
+
+    path: Path
+    num_documents: int
+    num_tokens: int
+    dtype: np.dtype
+    tokenizer_hash: str
+    vocab_size: int
+
+    @cached_property
+    def _map(self) -> mmap.mmap:
+        with open(self.path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """All token ids, [num_tokens], uint16 or uint32, read only."""
+        return np.frombuffer(self._map, self.dtype, self.num_tokens, _HEADER_BYTES)
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """First token of each document, uint64 [num_documents + 1], read only; the last entry is num_tokens."""
+        return np.frombuffer(self._map, "<u8", self.num_documents + 1, _offsets_start(self.num_tokens, self.dtype))
+
+    def document(self, index: int) -> np.ndarray:
+        """Token ids of one document, without special tokens; a view into the map."""
+        return self.tokens[int(self.offsets[index]) : int(self.offsets[index + 1])]
+
+    def drop_cache(self) -> None:
+        """Give the mapped pages back, so that resident memory does not grow with what was read; later reads work on."""
+        if "_map" in self.__dict__:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the map: another process opens its own."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def open_shard(path: str | Path, expected_tokenizer_hash: str | None = None) -> Shard:
+    """Opens a shard after checking magic, version, header checksum, dtype, exact file size, first and last offset and,
+    where given, the tokenizer's hash. Costs three small reads. Raises ShardError in one sentence."""
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            header = file.read(_HEADER_BYTES)
+            shard = _parse_header(path, header, size)
+            start = _offsets_start(shard.num_tokens, shard.dtype)
+            ends = [_read_uint64(file, start), _read_uint64(file, start + 8 * shard.num_documents)]
+    except OSError as error:
+        raise ShardError(f"cannot open the shard {path} ({error.strerror}); check the path") from None
+    if ends != [0, shard.num_tokens]:
+        raise ShardError(f"{path} is damaged: its document offsets do not span its tokens; {_REMAKE}")
+    if expected_tokenizer_hash is not None and shard.tokenizer_hash != expected_tokenizer_hash:
+        raise ShardError(
+            f"{path} was made with another tokenizer (hash {shard.tokenizer_hash[:12]}..., not "
+            f"{expected_tokenizer_hash[:12]}...); give the tokenizer.json that lies beside the shard, or tokenize again"
+        )
+    return shard
+
+
+_REMAKE = "copy it again or make it again with preprocessing/tokenize_corpus.py"
+
+
+def _parse_header(path: Path, header: bytes, size: int) -> Shard:
+    if header[: len(_MAGIC)] != _MAGIC:
+        raise ShardError(f"{path} is not a token shard; make shards with preprocessing/tokenize_corpus.py")
+    if len(header) < _HEADER_BYTES:
+        raise ShardError(f"{path} is truncated: it ends inside its header, after {size:,} bytes; {_REMAKE}")
+    _, version, dtype_name, documents, tokens, vocab_size, digest = _FIELDS.unpack_from(header)
+    if version != FORMAT_VERSION:
+        raise ShardError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}; tokenize again")
+    (checksum,) = _CHECKSUM.unpack_from(header, _FIELDS.size)
+    if checksum != zlib.crc32(header[: _FIELDS.size]):
+        raise ShardError(f"{path} is damaged: its header does not match its checksum; {_REMAKE}")
+    dtype = _DTYPES.get(dtype_name.rstrip(b"\0"))
+    if dtype is None or dtype != token_dtype(vocab_size):
+        raise ShardError(f"{path} stores {vocab_size:,} ids as {dtype_name!r}, which cannot be read; {_REMAKE}")
+    expected = _offsets_start(tokens, dtype) + 8 * (documents + 1)
+    if size != expected:
+        kind = "truncated" if size < expected else "too long"
+        raise ShardError(f"{path} is {kind}: it has {size:,} bytes where its header asks for {expected:,}; {_REMAKE}")
+    return Shard(path, documents, tokens, dtype, digest.hex(), vocab_size)
+
+
+def _offsets_start(num_tokens: int, dtype: np.dtype) -> int:
+    end_of_tokens = _HEADER_BYTES + num_tokens * dtype.itemsize
+    return -(-end_of_tokens // 8) * 8
+
+
+def _read_uint64(file: BinaryIO, position: int) -> int:
+    file.seek(position)
+    return int.from_bytes(file.read(8), "little")
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """What the manifest says about one finished shard; `words` is 0 where the writer was not told."""
+
+    file: str
+    bytes: int
+    sha256: str
+    documents: int
+    tokens: int
+    words: int = 0
+
+
+class ShardWriter:
+    """Writes one shard piece by piece, in memory independent of its size, and can go on after the process died.
+
+    Tokens go to PATH.partial and document ends to PATH.offsets.partial; `finish` joins them under a header and renames.
+    With `documents` and `tokens` given, it opens what an earlier writer left, cut back to these counts.
+    """
+
+    def __init__(
+        self, path: str | Path, tokenizer_hash: str, vocab_size: int, documents: int | None = None, tokens: int = 0
+    ) -> None:
+        self.path = Path(path)
+        self.num_documents = documents or 0
+        self.num_tokens = tokens
+        self._dtype = token_dtype(vocab_size)
+        self._vocab_size = vocab_size
+        self._digest = bytes.fromhex(tokenizer_hash)
+        if len(self._digest) != 32:
+            raise ShardError(f"'{tokenizer_hash}' is not a tokenizer hash; use data.shards.tokenizer_hash(path)")
+        self._partial = self.path.with_name(self.path.name + PARTIAL_SUFFIX)
+        self._offsets_partial = self.path.with_name(self.path.name + ".offsets" + PARTIAL_SUFFIX)
+        mode = "w+b" if documents is None else "r+b"
+        self._tokens_file = open(self._partial, mode, buffering=_BLOCK_BYTES)  # noqa: SIM115 (closed by finish or close)
+        self._offsets_file = open(self._offsets_partial, mode, buffering=_BLOCK_BYTES)  # noqa: SIM115
+        try:
+            if documents is None:
+                self._tokens_file.write(bytes(_HEADER_BYTES))
+            else:
+                _cut(self._tokens_file, _HEADER_BYTES + tokens * self._dtype.itemsize)
+                _cut(self._offsets_file, 8 * documents)
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray | None = None) -> None:
+        """Adds token ids [N]: whole documents of the given `lengths` (summing to N), or part of one that goes on."""
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            found = f"{tokens.dtype} of shape {tokens.shape}"
+            raise ShardError(f"{self.path}: token ids must be a 1-D array of integers, not {found}")
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
+            wrong = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
+            raise ShardError(f"{self.path}: token id {wrong} lies outside the vocabulary of {self._vocab_size} ids")
+        self._tokens_file.write(tokens.astype(self._dtype, copy=False).tobytes())
+        if lengths is not None:
+            ends = self.num_tokens + np.cumsum(lengths, dtype="<u8")
+            if len(ends) and int(ends[-1]) != self.num_tokens + tokens.size:
+                raise ShardError(f"{self.path}: document lengths do not add up to the {tokens.size} tokens given")
+            self._offsets_file.write(ends.tobytes())
+            self.num_documents += len(ends)
+        self.num_tokens += tokens.size
+
+    def end_document(self) -> None:
+        """Closes the document whose tokens were appended without lengths."""
+        self._offsets_file.write(self.num_tokens.to_bytes(8, "little"))
+        self.num_documents += 1
+
+    def sync(self) -> None:
+        """Returns when everything appended so far is on the disk."""
+        for file in (self._tokens_file, self._offsets_file):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Leaves the unfinished files behind, for another writer to go on with what `sync` made durable."""
+        for file in (self._tokens_file, self._offsets_file):
+            with suppress(OSError):  # a full disk, reported where it was met first
+                file.close()
+
+    def discard(self) -> None:
+        """Removes the unfinished files."""
+        self.close()
+        self._partial.unlink(missing_ok=True)
+        self._offsets_partial.unlink(missing_ok=True)
+
+    def finish(self, words: int = 0) -> ShardFile:
+        """Completes the file under its final name, durably, and describes it."""
+        try:
+            self._offsets_file.flush()
+            self._offsets_file.seek(0)
+            padding = _offsets_start(self.num_tokens, self._dtype) - self._tokens_file.tell()
+            self._tokens_file.write(bytes(padding + 8))  # the first offset is 0
+            shutil.copyfileobj(self._offsets_file, self._tokens_file, _BLOCK_BYTES)
+            self._tokens_file.seek(0)
+            self._tokens_file.write(self._header())
+            self._tokens_file.flush()
+            os.fsync(self._tokens_file.fileno())
+        finally:
+            self.close()
+        os.replace(self._partial, self.path)
+        sync_folder(self.path.parent)
+        self._offsets_partial.unlink()
+        return describe_shard(self.path, words)
+
+    def _header(self) -> bytes:
+        name = self._dtype.name.encode()
+        counts = (self.num_documents, self.num_tokens, self._vocab_size)
+        content = _FIELDS.pack(_MAGIC, FORMAT_VERSION, name, *counts, self._digest)
+        return (content + _CHECKSUM.pack(zlib.crc32(content))).ljust(_HEADER_BYTES, b"\0")
+
+
+def write_shard(
+    path: str | Path, documents: Iterable[np.ndarray], tokenizer_hash: str, vocab_size: int, words: int = 0
+) -> ShardFile:
+    """Writes documents (1-D integer arrays, without special tokens) as one shard, in memory independent of its size.
+
+    The file appears under `path` only when it is complete and on the disk. An id outside [0, vocab_size) raises
+    ShardError; nothing is left behind then. `words` only goes into the returned description."""
+    writer = ShardWriter(path, tokenizer_hash, vocab_size)
+    try:
+        for document in documents:
+            writer.append(document, [len(document)])
+        return writer.finish(words)
+    except BaseException:
+        writer.discard()
+        raise
+
+
+def describe_shard(path: str | Path, words: int = 0) -> ShardFile:
+    """The manifest's entry for a finished shard; reads all of it for the checksum."""
+    shard = open_shard(path)
+    size = shard.path.stat().st_size
+    return ShardFile(shard.path.name, size, sha256_file(path), shard.num_documents, shard.num_tokens, words)
+
+
+def sha256_file(path: str | Path) -> str:
+    """SHA-256 of a file in hex, read in blocks."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable: a rename is on the disk only when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: str | Path, content: bytes) -> None:
+    """Puts `content` under `path` durably; a reader sees the old file or the new one, never a part."""
+    path = Path(path)
+    temporary = path.with_name(path.name + PARTIAL_SUFFIX)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def _cut(file: BinaryIO, size: int) -> None:
+    if file.seek(0, os.SEEK_END) < size:
+        raise ShardError(f"{file.name} is shorter than the journal says; start again with --overwrite")
+    file.truncate(size)
+    file.seek(size)
+
+
+# -------------------------------------------------------------------------------------------------------- manifest
+
+
+def write_manifest(
+    folder: str | Path, shards: Sequence[ShardFile], tokenizer_hash: str, vocab_size: int, created_by: dict[str, Any]
+) -> None:
+    """Declares a folder of shards complete. No time stamps, so that equal inputs give equal bytes."""
+    totals = {f"num_{key}": sum(getattr(shard, key) for shard in shards) for key in ("documents", "tokens", "words")}
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "version": FORMAT_VERSION,
+        "tokenizer_hash": tokenizer_hash,
+        "vocab_size": vocab_size,
+        **totals,
+        "shards": [vars(shard) for shard in shards],
+        "created_by": created_by,
+    }
+    write_atomically(Path(folder) / MANIFEST_NAME, (json.dumps(manifest, indent=2) + "\n").encode())
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+    """The manifest of a shard folder, its form checked. Raises ShardError, also where the folder is unfinished."""
+    path = Path(folder) / MANIFEST_NAME
+    if not path.is_file():
+        below = [name for name in ("train", "validation") if (path.parent / name / MANIFEST_NAME).is_file()]
+        hint = f"did you mean {Path(folder) / below[0]}?" if below else "finish or make it with tokenize_corpus.py"
+        raise ShardError(f"{folder} is not a complete shard folder, it has no {MANIFEST_NAME}; {hint}")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        known = manifest["format"] == MANIFEST_FORMAT and manifest["version"] == FORMAT_VERSION
+        keys = ("tokenizer_hash", "vocab_size", "num_documents", "num_tokens", "num_words", "created_by")
+        well_formed = all(key in manifest for key in keys) and all(_is_entry(entry) for entry in manifest["shards"])
+    except (OSError, ValueError, KeyError, TypeError):
+        known = well_formed = False
+        manifest = {}
+    if not (known and well_formed):
+        raise ShardError(f"{path} is damaged or of another format or version; make the folder again")
+    return manifest
+
+
+def _is_entry(entry: dict[str, Any]) -> bool:
+    return {field.name for field in fields(ShardFile)} <= set(entry) and Path(entry["file"]).name == entry["file"]
+
+
+def resolve_shards(path: str | Path) -> list[Path]:
+    """The shard files that `path` names, in order: a shard folder (its manifest's list), one .shard file, or a glob of
+    either (sorted). Raises ShardError if there is none, or if a listed file is missing or has another size."""
+    if Path(path).is_dir():
+        return _folder_shards(Path(path))
+    if Path(path).is_file():
+        return [Path(path)]
+    if not re.search(r"[*?\[]", str(path)):
+        raise ShardError(f"{path} does not exist; give a shard folder, a .shard file or a glob in quotes")
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    shards = [
+        shard
+        for match in matches
+        if match.is_dir() or match.suffix == SHARD_SUFFIX
+        for shard in (_folder_shards(match) if match.is_dir() else [match])
+    ]
+    if not shards:
+        raise ShardError(f"the glob {path} matches no shard; give a shard folder, a .shard file or another glob")
+    return shards
+
+
+def _folder_shards(folder: Path) -> list[Path]:
+    manifest = read_manifest(folder)
+    if not manifest["shards"]:
+        raise ShardError(f"{folder} holds no document, its {MANIFEST_NAME} lists no shard; give another folder")
+    for entry in manifest["shards"]:
+        path = folder / entry["file"]
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry["bytes"]:
+            found = "is missing" if size is None else f"has {size:,} bytes"
+            raise ShardError(f"{path} {found}, but {MANIFEST_NAME} lists it with {entry['bytes']:,} bytes; {_REMAKE}")
+    return [folder / entry["file"] for entry in manifest["shards"]]

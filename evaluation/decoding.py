@@ -1,0 +1,241 @@
+"""From logits to text: the pure functions behind generate.py and fill_mask.py, and the flags that both share.
+
+The model predicts the *next* token under both objectives: output i scores token i + 1, whether attention is causal
+(generation) or bidirectional (a mask at position i is scored by output i - 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from model import ModelConfigError
+from training.checkpoint import CheckpointError, load_model
+from training.config import ConfigError
+from training.distributed import choose_device
+
+NUM_SPECIAL_TOKENS = 16  # ids 0-15 are special in every vocabulary of this project
+
+
+class UseError(ValueError):
+    """The user asked for what a model cannot do; the message is one sentence with the flag and the remedy."""
+
+
+class LanguageModel(Protocol):
+    """The part of LTGBert that decoding uses."""
+
+    def encode(self, input_ids: Tensor, document_ids: Tensor, causal: bool, /) -> Tensor: ...
+
+    def predict(self, hidden: Tensor, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    temperature: logits are divided by it; 0 takes the most probable token.
+    top_k: only so many of the most probable tokens; 0 means all.
+    top_p: only the most probable tokens that together reach this share; 1 means all.
+    Raises UseError for values outside these ranges.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UseError(f"--temperature is {self.temperature:g}: give 0 (always the most probable token) or more.")
+        if self.top_k < 0:
+            raise UseError(f"--top_k is {self.top_k}: give 0 (no limit) or a number of tokens.")
+        if not 0 < self.top_p <= 1:
+            raise UseError(f"--top_p is {self.top_p:g}: give a share above 0 and up to 1 (no limit).")
+
+
+@dataclass(frozen=True)
+class UsableModel:
+    """A model with its tokenizer, ready for use. `device` is where its inputs go."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    device: torch.device
+
+    def token_id(self, token: str) -> int:
+        """Return the id of a special token such as "<s>"; raises UseError where the tokenizer lacks it."""
+        number = self.tokenizer.token_to_id(token)
+        if number is None:
+            raise UseError(
+                f"the model's tokenizer has no {token}, which the models of this project begin and end with."
+            )
+        return number
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text; what looks like a special token in it is plain text."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids; bytes that are no complete UTF-8 character show as U+FFFD."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int], positions: list[int], causal: bool) -> Tensor:
+        """Return the logits, float64 [len(positions), V] on the CPU, at positions of one document's row of ids [T].
+
+        The logits at position i are those of the token at i + 1.
+        """
+        row = torch.tensor([ids], dtype=torch.int64, device=self.device)
+        hidden = self.model.encode(row, torch.zeros_like(row), causal)
+        return self.model.predict(hidden[0, positions]).to("cpu", torch.float64)
+
+
+def candidates(logits: Tensor, forbidden: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Return the tokens that may come next and their probabilities, the most probable first.
+
+    logits: [V]. forbidden: int64 ids that never come. The result is int64 [K] and float64 [K], which sums to 1; equally
+    probable tokens come in the order of their ids, so that every device and version of torch agrees.
+    """
+    scores = logits.to(torch.float64).index_fill(0, forbidden, -torch.inf)
+    if sampling.temperature == 0:
+        return scores.argmax().view(1), torch.ones(1, dtype=torch.float64)
+    probabilities, ids = torch.sort(torch.softmax(scores / sampling.temperature, dim=0), descending=True, stable=True)
+    kept = probabilities > 0
+    if sampling.top_k:
+        kept[sampling.top_k :] = False
+    if sampling.top_p < 1:  # a token stays while those before it have not reached the share, so the first always does
+        kept &= probabilities.cumsum(0) - probabilities < sampling.top_p
+    ids, probabilities = ids[kept], probabilities[kept]
+    return ids, probabilities / probabilities.sum()
+
+
+def draw(ids: Tensor, probabilities: Tensor, generator: torch.Generator) -> int:
+    """Return one of ids [K], each with its probability [K], from one uniform number of the (CPU) generator."""
+    uniform = torch.rand((), dtype=torch.float64, generator=generator)
+    place = torch.searchsorted(probabilities.cumsum(0), uniform, right=True)
+    return int(ids[min(int(place), len(ids) - 1)])  # the cumulative sum may end a rounding error below 1
+
+
+def special_ids(tokenizer: Tokenizer) -> set[int]:
+    """Return ids 0-15 and those of all tokens that the tokenizer marks as special."""
+    marked = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    return marked | set(range(NUM_SPECIAL_TOKENS))
+
+
+def continuation(
+    usable: UsableModel, prompt: list[int], max_new_tokens: int, sampling: Sampling, generator: torch.Generator
+) -> Iterator[int]:
+    """Yield the tokens that follow `<s>` and the prompt, until `</s>` (which is not yielded) or max_new_tokens.
+
+    Each token costs a pass over the whole row so far; the row may grow to any length.
+    """
+    end = usable.token_id("</s>")
+    forbidden = torch.tensor(sorted(special_ids(usable.tokenizer) - {end}), dtype=torch.int64)
+    row = [usable.token_id("<s>"), *prompt]
+    for _ in range(max_new_tokens):
+        logits = usable.logits(row, [len(row) - 1], causal=True)[0]
+        token = draw(*candidates(logits, forbidden, sampling), generator)
+        if token == end:
+            return
+        row.append(token)
+        yield token
+
+
+class TextStream:
+    """Turns tokens that follow a prompt into text, as soon as it is certain.
+
+    A character may be spread over several tokens: text waits while it ends within one. `num_tokens` counts them.
+    """
+
+    def __init__(self, usable: UsableModel, prompt: list[int]) -> None:
+        self.num_tokens = 0
+        self._usable, self._ids = usable, list(prompt)
+        self._shown = len(usable.decode(prompt))
+
+    def push(self, token: int) -> str:
+        """Take the next token; return the text that is certain now, which may be none."""
+        self.num_tokens += 1
+        self._ids.append(token)
+        return "" if self._usable.decode(self._ids).endswith("\ufffd") else self.rest()
+
+    def rest(self) -> str:
+        """Return the text that `push` has not returned yet, complete or not."""
+        text = self._usable.decode(self._ids)
+        new, self._shown = text[self._shown :], len(text)
+        return new
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that choose a model: MODEL, --ema and --device."""
+    parser.add_argument("model", metavar="MODEL", help="run folder (its newest checkpoint) or checkpoint folder")
+    parser.add_argument("--ema", action="store_true", help="use the averaged weights (default: the trained weights)")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="auto: CUDA where there is a GPU (default: auto)",
+    )
+
+
+def load(options: argparse.Namespace) -> UsableModel:
+    """Load the model that the flags of `add_model_flags` name.
+
+    Raises CheckpointError, ConfigError or ModelConfigError, each with one sentence.
+    """
+    device = choose_device(options.device)
+    model, tokenizer, _ = load_model(options.model, ema=options.ema, device=device)
+    tokenizer.encode_special_tokens = True  # "</s>" in a text is text, as it was in training
+    return UsableModel(model, tokenizer, device)
+
+
+def read_lines(given: list[str], flag: str) -> Iterator[str]:
+    """Yield the texts given by a flag, or where there are none the lines of standard input that are not blank.
+
+    Raises UseError where there is no text at all.
+    """
+    if given:
+        yield from given
+        return
+    if sys.stdin.isatty():
+        print(f"One text a line, Ctrl-D ends ({flag} TEXT gives them on the command line):", file=sys.stderr)
+    found = False
+    for line in sys.stdin:
+        if line.strip():
+            found = True
+            yield line.rstrip("\r\n")
+    if not found:
+        raise UseError(f"there is no text: give {flag} TEXT, or one text a line on standard input.")
+
+
+def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
+    """Run a script's command; return 0, 2 after one sentence on what the user can mend, 130 after Ctrl-C."""
+    try:
+        command(options)
+        sys.stdout.flush()
+    except (UseError, CheckpointError, ConfigError, ModelConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader (`| head`) has what it wanted; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return 0
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one clear sentence per error and no guessing of abbreviated flags."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see --help)\n")

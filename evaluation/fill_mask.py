@@ -1,0 +1,147 @@
+"""Let a trained model fill the gaps of texts.
+
+    python evaluation/fill_mask.py MODEL --text "Return the <mask> of the list."
+
+The hybrid model reads in both directions here. It predicts the next token (MNTP), so what fills a gap at position i is
+read from output i - 1. A gap is one token; gaps of the same text are filled independently of each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+from tokenizers import pre_tokenizers
+
+from evaluation.decoding import (
+    Parser,
+    Sampling,
+    UsableModel,
+    UseError,
+    add_model_flags,
+    candidates,
+    load,
+    read_lines,
+    run,
+    special_ids,
+)
+
+MASK = "<mask>"
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What may fill one gap: ids, most probable first, and their probabilities among all words."""
+
+    ids: list[int]
+    probabilities: list[float]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    return run(fill_mask, parse_arguments(arguments))
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser("Let a trained model fill the gaps of texts.")
+    add_model_flags(parser)
+    parser.add_argument(
+        "--text", action="append", default=[], metavar="TEXT",
+        help=f"text with {MASK} where tokens are missing; may be given several times (default: the lines of standard "
+        "input)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--top_k", type=int, default=5, metavar="N", help="candidates to print for each gap (default: 5)"
+    )
+    return parser.parse_args(arguments)
+
+
+def fill_mask(options: argparse.Namespace) -> None:
+    """Print the candidates for every gap of every text, and the text with the most probable ones."""
+    if options.top_k < 1:
+        raise UseError(f"--top_k is {options.top_k}: give 1 or more.")
+    for text in options.text:
+        check_text(text)
+    usable = load(options)
+    for text in read_lines(options.text, "--text"):
+        check_text(text)
+        row, gaps = mask_row(usable, text)
+        fillings = predict_gaps(usable, row, gaps, options.top_k)
+        print(text)
+        for number, filling in enumerate(fillings, start=1):
+            pairs = zip(filling.ids, filling.probabilities, strict=True)
+            words = "   ".join(f"{show_token(usable, token)} {100 * p:.1f} %" for token, p in pairs)
+            print(f"  {f'gap {number}' if len(fillings) > 1 else 'gap'}: {words}")
+        print(f"  -> {filled_text(usable, row, gaps, fillings)}\n", flush=True)
+
+
+def check_text(text: str) -> None:
+    if MASK not in text:
+        raise UseError(f"there is no {MASK} in the text {text!r}: write {MASK} where the model shall fill in a token.")
+
+
+def mask_row(usable: UsableModel, text: str) -> tuple[list[int], list[int]]:
+    """Return the row of a text, `<s> ... </s>` with mask ids for its gaps, and the positions of these in it.
+
+    A token holds the space before its word, so one space before a gap belongs to what fills it.
+    """
+    pieces = text.split(MASK)
+    row, gaps = [usable.token_id("<s>")], []
+    for number, piece in enumerate(pieces):
+        before_gap = number < len(pieces) - 1
+        row += usable.encode(piece.removesuffix(" ") if before_gap else piece)
+        if before_gap:
+            gaps.append(len(row))
+            row.append(usable.token_id(MASK))
+    return [*row, usable.token_id("</s>")], gaps
+
+
+def predict_gaps(usable: UsableModel, row: list[int], gaps: list[int], top_k: int) -> list[Filling]:
+    """Return the top_k words for each gap; probabilities are among all tokens that are not special."""
+    forbidden = torch.tensor(sorted(special_ids(usable.tokenizer)), dtype=torch.int64)
+    fillings = []
+    for logits in usable.logits(row, [gap - 1 for gap in gaps], causal=False):
+        ids, probabilities = candidates(logits, forbidden, Sampling())
+        fillings.append(Filling(ids[:top_k].tolist(), probabilities[:top_k].tolist()))
+    return fillings
+
+
+def filled_text(usable: UsableModel, row: list[int], gaps: list[int], fillings: list[Filling]) -> str:
+    """Return the text with the most probable word in each gap."""
+    filled = list(row)
+    for gap, filling in zip(gaps, fillings, strict=True):
+        filled[gap] = filling.ids[0]
+    return usable.decode(filled[1:-1])
+
+
+def show_token(usable: UsableModel, token: int) -> str:
+    r"""Return a token as text in quotes, with the space that is part of it; parts of a character show as \xNN."""
+    text = usable.decode([token])
+    if "\ufffd" in text:
+        byte_of = byte_alphabet()
+        written = usable.tokenizer.id_to_token(token) or ""
+        text = "".join(f"\\x{byte_of[char]:02x}" if char in byte_of else char for char in written)
+    else:
+        text = text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
+    return f'"{text}"'
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return the byte that each of the 256 characters stands for in a byte-level vocabulary.
+
+    Printable characters of Latin-1 stand for their own code; characters from U+0100 on for the other bytes, in order.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    own = [ord(char) for char in alphabet if ord(char) < 256]
+    others = [byte for byte in range(256) if byte not in own]
+    return dict(zip(alphabet, own + others, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

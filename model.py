@@ -1,0 +1,425 @@
+"""LTG-BERT (Samuel et al., 2023): configuration, blocks, and the model for masked and causal language modelling.
+
+Parameters have the names of the published code, so its checkpoints load. The model knows no ranks, flags or files
+beyond its configuration. GPT-BERT, which adds a gate and depth-weighted averaging, is in model_extra.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ops.attention import RelativeLayout, relative_attention, relative_layout
+from ops.dropout import DropoutKeys, DropoutStates, dropout, dropout_states, head_keys, random_keys, token_keys
+from ops.rope import RopeLayout, rope_attention, rope_layout
+
+# Places where dropout is applied (`site` in ops/dropout.py): two of the whole model, then four of each layer.
+_EMBEDDING_SITE, _HEAD_SITE, _FIRST_LAYER_SITE = 0, 1, 2
+_RELATIVE, _PROBABILITIES, _ATTENTION_OUTPUT, _FEED_FORWARD, _SITES_PER_LAYER = range(5)
+
+
+class ModelConfigError(ValueError):
+    """A model configuration cannot be used; the message names the file, the key, its value and what would be right."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a model, by the names of Hugging Face's configurations. Raises ModelConfigError on impossible values.
+
+    position_bucket_size b: the relative position tables have 2b - 1 slots; distances of max_position_embeddings - 1
+    and beyond share the last one (rows may be longer). attention_probs_dropout_prob is the probability of all of
+    attention's dropouts: relative embeddings, probabilities and output.
+    position_embedding "rope" has no position tables: queries and keys are rotated (base rope_theta), which runs on
+    plain fused attention kernels. These cannot drop probabilities by counter-based keys, so with "rope" attention
+    probabilities are never dropped; all other dropouts apply.
+    model_type: "gpt-bert" (model_extra.GPTBert) or "ltg-bert" (LTGBert).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_hidden_layers: int
+    vocab_size: int
+    max_position_embeddings: int = 512
+    position_bucket_size: int = 32
+    attention_probs_dropout_prob: float = 0.1
+    hidden_dropout_prob: float = 0.1
+    layer_norm_eps: float = 1e-5
+    position_embedding: str = "relative"
+    rope_theta: float = 10000.0
+    model_type: str = "gpt-bert"
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name), field.type)
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ModelConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("attention_probs_dropout_prob", "hidden_dropout_prob"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ModelConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
+        for name in ("layer_norm_eps", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ModelConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.hidden_size % self.num_attention_heads:
+            raise ModelConfigError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+            )
+        if self.position_embedding not in ("relative", "rope"):
+            raise ModelConfigError(f'position_embedding is "{self.position_embedding}"; choose "relative" or "rope"')
+        if self.position_embedding == "rope" and self.head_dim % 2:
+            raise ModelConfigError(
+                f"hidden_size {self.hidden_size} over num_attention_heads {self.num_attention_heads} gives heads of "
+                f'{self.head_dim} features; position_embedding "rope" needs an even number'
+            )
+        if self.position_bucket_size < 2:
+            raise ModelConfigError(f"position_bucket_size is {self.position_bucket_size}; it must be at least 2")
+        if self.max_position_embeddings < self.position_bucket_size // 2 + 2:
+            raise ModelConfigError(
+                f"max_position_embeddings is {self.max_position_embeddings}; with position_bucket_size "
+                f"{self.position_bucket_size} it must be at least {self.position_bucket_size // 2 + 2}"
+            )
+        if self.model_type not in ("gpt-bert", "ltg-bert"):
+            raise ModelConfigError(f'model_type is "{self.model_type}"; choose "gpt-bert" or "ltg-bert"')
+
+    @property
+    def head_dim(self) -> int:
+        """Features of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
+        """Configuration from its JSON object. Raises ModelConfigError on unknown, missing or impossible values."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f'did you mean "{close[0]}"?' if close else f"the keys are {', '.join(known)}"
+                raise ModelConfigError(f'unknown key "{key}"; {hint}')
+        for field in dataclasses.fields(cls):
+            if field.default is dataclasses.MISSING and field.name not in values:
+                raise ModelConfigError(f'key "{field.name}" is missing')
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> ModelConfig:
+        """Configuration from a JSON file. Raises ModelConfigError, naming the file."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ModelConfigError(f"{path}: there is no such model configuration") from None
+        except OSError as error:
+            raise ModelConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        except ValueError as error:  # not JSON, or not UTF-8
+            raise ModelConfigError(f"{path}: is not a JSON file ({error})") from error
+        if not isinstance(values, dict):
+            raise ModelConfigError(f"{path}: holds no JSON object of model sizes")
+        try:
+            return cls.from_dict(values)
+        except ModelConfigError as error:
+            raise ModelConfigError(f"{path}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, as `from_dict` takes them."""
+        return dataclasses.asdict(self)
+
+
+def _check_type(name: str, value: Any, annotation: Any) -> None:
+    expected = {"int": (int,), "float": (int, float), "str": (str,)}[annotation]
+    if not isinstance(value, expected) or isinstance(value, bool):
+        kind = {"int": "a whole number", "float": "a number", "str": "a string"}[annotation]
+        raise ModelConfigError(f"{name} is {value!r}; it must be {kind}")
+
+
+def _dropout(x: Tensor, p: float, states: DropoutStates | None, site: int) -> Tensor:
+    """Dropout of tokens x [..., D] at one site; None (evaluation) drops nothing."""
+    return x if states is None or p == 0 else dropout(x, p, token_keys(states.tokens, site), states.columns)
+
+
+class Embedding(nn.Module):
+    """Words, and with relative positions the table that all layers' position queries and keys are made from."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.word_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.position_embedding == "relative":
+            slots = 2 * config.position_bucket_size - 1
+            self.relative_embedding = nn.Parameter(torch.empty(slots, config.hidden_size))
+            self.relative_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, input_ids: Tensor, states: DropoutStates | None) -> tuple[Tensor, Tensor | None]:
+        """int64 [B, T] -> embedded words [B, T, D], and the position table [2b-1, D] (None with "rope")."""
+        words = F.layer_norm(self.word_embedding(input_ids), (self.config.hidden_size,), eps=self.config.layer_norm_eps)
+        words = _dropout(words, self.config.hidden_dropout_prob, states, _EMBEDDING_SITE)
+        if self.config.position_embedding == "rope":
+            return words, None
+        return words, self.relative_layer_norm(self.relative_embedding)
+
+
+class Attention(nn.Module):
+    """Pre-norm multi-head attention of layer `index`, without the residual connection."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.config = config
+        self.first_site = _FIRST_LAYER_SITE + index * _SITES_PER_LAYER
+        self.in_proj_qk = nn.Linear(config.hidden_size, 2 * config.hidden_size)
+        self.add_value_projection()
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def add_value_projection(self) -> None:
+        """Create what `value_and_gate` uses."""
+        self.in_proj_v = nn.Linear(self.config.hidden_size, self.config.hidden_size)
+
+    def value_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Values, and a gate for the context or None, each [B, T, D], from the normalised input [B, T, D]."""
+        return self.in_proj_v(x), None
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        layout: RelativeLayout | RopeLayout,
+        states: DropoutStates | None,
+    ) -> Tensor:
+        """x [B, T, D] -> [B, T, D].
+
+        positions: the table [2b-1, D], or None with "rope". states: what dropout is keyed by; None drops nothing.
+        """
+        config, p = self.config, self.config.attention_probs_dropout_prob
+        heads = (config.num_attention_heads, config.head_dim)
+        x = F.layer_norm(x, (config.hidden_size,), eps=config.layer_norm_eps)
+        query, key = self.in_proj_qk(x).unflatten(-1, (2, *heads)).unbind(-3)  # two of [B, T, H, d]
+        value, gate = self.value_and_gate(x)
+        value = value.unflatten(-1, heads)
+        if isinstance(layout, RopeLayout):
+            context = rope_attention(query, key, value, layout)
+        else:
+            assert positions is not None
+            keys = columns = None
+            if states is not None and p > 0:
+                keys = head_keys(states.tokens, self.first_site + _PROBABILITIES, heads[0])
+                columns = states.columns
+                positions = dropout(positions, p, token_keys(states.table, self.first_site + _RELATIVE), columns)
+            query_pos, key_pos = self.in_proj_qk(positions).unflatten(-1, (2, *heads)).unbind(-3)  # [2b-1, H, d]
+            context = relative_attention(query, key, value, query_pos, key_pos, layout, p, keys, columns)
+        context = context.flatten(-2)
+        if gate is not None:
+            context = context * gate
+        context = F.layer_norm(context, (config.hidden_size,), eps=config.layer_norm_eps)
+        return _dropout(self.out_proj(context), p, states, self.first_site + _ATTENTION_OUTPUT)
+
+
+class FeedForward(nn.Module):
+    """Pre-norm GEGLU of layer `index`, without the residual connection. Its keys are the published list's indices."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.config = config
+        self.site = _FIRST_LAYER_SITE + index * _SITES_PER_LAYER + _FEED_FORWARD
+        expand = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        contract = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.mlp = nn.ModuleDict({"1": expand, "4": contract})
+
+    def forward(self, x: Tensor, states: DropoutStates | None) -> Tensor:
+        """x [B, T, D] -> [B, T, D]."""
+        config = self.config
+        x = F.layer_norm(x, (config.hidden_size,), eps=config.layer_norm_eps)
+        linear, gate = self.mlp["1"](x).chunk(2, dim=-1)
+        x = linear * F.gelu(gate, approximate="tanh")
+        x = F.layer_norm(x, (config.intermediate_size,), eps=config.layer_norm_eps)
+        return _dropout(self.mlp["4"](x), config.hidden_dropout_prob, states, self.site)
+
+
+class Encoder(nn.Module):
+    """The layers, each an attention and a feed-forward sublayer with residual connections."""
+
+    attention_class: ClassVar[type[Attention]] = Attention
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        layers = range(config.num_hidden_layers)
+        self.attention_layers = nn.ModuleList(self.attention_class(config, index) for index in layers)
+        self.mlp_layers = nn.ModuleList(FeedForward(config, index) for index in layers)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        layout: RelativeLayout | RopeLayout,
+        states: DropoutStates | None,
+    ) -> Tensor:
+        """Embedded words [B, T, D] -> hidden [B, T, D]; the other arguments are those of `Attention.forward`."""
+        for attention, feed_forward in zip(self.attention_layers, self.mlp_layers, strict=True):
+            x = x + attention(x, positions, layout, states)
+            x = x + feed_forward(x, states)
+        return x
+
+
+class Output(nn.Module):
+    """Scores of all words: the word table, which it shares with the embedding, and a bias of its own."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(vocab_size))
+
+    def forward(self, x: Tensor, word_embedding: Tensor) -> Tensor:
+        """x [..., D], word_embedding [V, D] -> logits [..., V]."""
+        return F.linear(x, word_embedding, self.bias)
+
+
+class Classifier(nn.Module):
+    """The language modelling head. Its keys are the published list's indices."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        transform = nn.Linear(config.hidden_size, config.hidden_size)
+        self.nonlinearity = nn.ModuleDict({"1": transform, "5": Output(config.vocab_size)})
+
+    def forward(self, x: Tensor, word_embedding: Tensor, states: DropoutStates | None) -> Tensor:
+        """x [..., D], word_embedding [V, D], states (tokens [...]) or None -> logits [..., V]."""
+        shape, eps = (self.config.hidden_size,), self.config.layer_norm_eps
+        x = F.gelu(self.nonlinearity["1"](F.layer_norm(x, shape, eps=eps)))
+        x = _dropout(F.layer_norm(x, shape, eps=eps), self.config.hidden_dropout_prob, states, _HEAD_SITE)
+        return self.nonlinearity["5"](x, word_embedding)
+
+
+class LTGBert(nn.Module):
+    """LTG-BERT for masked and causal language modelling.
+
+    In evaluation mode nothing is dropped. In training mode dropout is counter-based (ops/dropout.py): keyed by the
+    DropoutKeys that are passed, or by fresh ones from PyTorch's generator where none are.
+    """
+
+    model_type: ClassVar[str] = "ltg-bert"
+    encoder_class: ClassVar[type[Encoder]] = Encoder
+
+    def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
+        """Random weights from `generator`, or from PyTorch's global one."""
+        super().__init__()
+        self.config = dataclasses.replace(config, model_type=self.model_type)
+        self.embedding = Embedding(config)
+        self.transformer = self.encoder_class(config)
+        self.classifier = Classifier(config)
+        self.initialize(generator)
+        self.register_load_state_dict_pre_hook(_accept_published_keys)
+
+    @torch.no_grad()
+    def initialize(self, generator: torch.Generator | None = None) -> None:
+        """Draw all weights anew, as published: truncated normal matrices, smaller ones in deeper feed-forwards."""
+        std = math.sqrt(2 / (5 * self.config.hidden_size))
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                nn.init.trunc_normal_(parameter, std=std, a=-2 * std, b=2 * std, generator=generator)
+            elif name.endswith(".bias"):
+                parameter.zero_()
+        for index, layer in enumerate(self.transformer.mlp_layers):
+            for parameter in layer.parameters():
+                parameter.mul_(math.sqrt(1 / (2 * (1 + index))))
+
+    def num_parameters(self) -> int:
+        """Number of trainable scalars; the table that embedding and head share counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def encode(
+        self, input_ids: Tensor, document_ids: Tensor, causal: bool | Tensor, dropout: DropoutKeys | None = None
+    ) -> Tensor:
+        """Hidden states [B, T, D] of input_ids int64 [B, T].
+
+        document_ids: int64 [B, T]; tokens attend only inside their document (a run of one id), and -1 is padding,
+        which attends nothing. causal: a bool, or bool [B] with one flag for each row. dropout: keys of the rows'
+        dropout, used in training mode alone.
+        """
+        return self._encode(input_ids, document_ids, causal, dropout)[0]
+
+    def _encode(
+        self, input_ids: Tensor, document_ids: Tensor, causal: bool | Tensor, dropout: DropoutKeys | None
+    ) -> tuple[Tensor, DropoutStates | None]:
+        if input_ids.ndim != 2 or input_ids.shape != document_ids.shape:
+            raise ValueError(
+                f"input_ids of shape {tuple(input_ids.shape)} and document_ids of shape {tuple(document_ids.shape)}: "
+                "both must be [rows, row length]."
+            )
+        batch, length = input_ids.shape
+        states = self._dropout_states(batch, length, input_ids.device, dropout)
+        words, positions = self.embedding(input_ids, states)
+        layout = self._layout(document_ids, causal)
+        return self.transformer(words, positions, layout, states), states
+
+    def _layout(self, document_ids: Tensor, causal: bool | Tensor) -> RelativeLayout | RopeLayout:
+        config, device = self.config, document_ids.device
+        dtype = self.embedding.word_embedding.weight.dtype  # of queries and keys
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        if config.position_embedding == "rope":
+            return rope_layout(document_ids, causal, config.head_dim, config.rope_theta, dtype)
+        if isinstance(causal, bool):
+            causal = torch.full(document_ids.shape[:1], causal, device=device)
+        return relative_layout(
+            document_ids, causal.to(device), config.position_bucket_size, config.max_position_embeddings, dtype
+        )
+
+    def _dropout_states(
+        self, rows: int, length: int, device: torch.device, keys: DropoutKeys | None
+    ) -> DropoutStates | None:
+        config = self.config
+        if not self.training or config.hidden_dropout_prob == config.attention_probs_dropout_prob == 0:
+            return None
+        keys = random_keys(rows, device) if keys is None else keys
+        return dropout_states(keys, length, max(config.hidden_size, length), 2 * config.position_bucket_size - 1)
+
+    def predict(self, hidden: Tensor, states: DropoutStates | None = None) -> Tensor:
+        """Logits [..., V] of the *next* token from hidden [..., D].
+
+        states: what the head's dropout is keyed by in training mode, its `tokens` of shape [...]; fresh random ones
+        where they are left out.
+        """
+        if states is None:
+            tokens = hidden[..., 0].numel()
+            states = self._dropout_states(tokens, 1, hidden.device, None)
+            states = states and states._replace(tokens=states.tokens.view(hidden.shape[:-1]))
+        return self.classifier(hidden, self.embedding.word_embedding.weight, states)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        document_ids: Tensor,
+        causal: bool | Tensor,
+        target_positions: Tensor | None = None,
+        dropout: DropoutKeys | None = None,
+    ) -> Tensor:
+        """Logits [N, V] at target_positions, int64 [N] flat indices into B * T; [B, T, V] at all positions if None.
+
+        The other arguments are those of `encode`. With no target at all (N = 0) the result still depends on every
+        parameter, with gradient zero.
+        """
+        hidden, states = self._encode(input_ids, document_ids, causal, dropout)
+        if target_positions is not None:
+            hidden = hidden.flatten(0, 1).index_select(0, target_positions)
+            if states is not None:
+                states = states._replace(tokens=states.tokens.flatten().index_select(0, target_positions))
+        return self.predict(hidden, states)
+
+
+def _accept_published_keys(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Drop what published checkpoints hold besides parameters: position indices and the tied table's second name."""
+    words = state_dict.get(f"{prefix}embedding.word_embedding.weight")
+    tied = state_dict.pop(f"{prefix}classifier.nonlinearity.5.weight", None)
+    if tied is not None and words is not None and not torch.equal(tied, words):
+        raise ValueError(
+            "classifier.nonlinearity.5.weight differs from embedding.word_embedding.weight, but the model ties them; "
+            "this checkpoint is of another architecture."
+        )
+    for key in [key for key in state_dict if key.endswith(".position_indices")]:
+        del state_dict[key]

@@ -1,0 +1,78 @@
+"""GPT-BERT (Charpentier and Samuel, 2024): LTG-BERT with a gate in attention and depth-weighted averaging."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model import Attention, Encoder, LTGBert, ModelConfig
+from ops.attention import RelativeLayout
+from ops.averaging import BufferedAverages, PlainAverages
+from ops.dropout import DropoutStates
+from ops.rope import RopeLayout
+
+
+class GatedAttention(Attention):
+    """Attention whose context is multiplied by GELU of a second projection of its input."""
+
+    def add_value_projection(self) -> None:
+        self.in_proj_vg = nn.Linear(self.config.hidden_size, 2 * self.config.hidden_size)
+
+    def value_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        value, gate = self.in_proj_vg(x).chunk(2, dim=-1)
+        return value, F.gelu(gate)
+
+
+class DepthWeightedAveraging(nn.Module):
+    """The weights of all averages over depth; at first each passes on its newest state alone."""
+
+    def __init__(self, sublayers: int) -> None:
+        super().__init__()
+        self.alphas = nn.ParameterList(torch.zeros(k + 2) for k in range(sublayers))
+        with torch.no_grad():
+            for alpha in self.alphas:
+                alpha[-1] = 1.0
+
+    def forward(self, embeddings: Tensor) -> PlainAverages | BufferedAverages:
+        """The averages of one forward pass, which starts at embeddings [B, T, D]."""
+        form = PlainAverages if torch.compiler.is_compiling() else BufferedAverages
+        return form(list(self.alphas), embeddings)
+
+
+class DepthWeightedEncoder(Encoder):
+    """LTG-BERT's layers with gated attention and an average over depth after each sublayer."""
+
+    attention_class: ClassVar[type[Attention]] = GatedAttention
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.dwa_modules = DepthWeightedAveraging(2 * config.num_hidden_layers)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        layout: RelativeLayout | RopeLayout,
+        states: DropoutStates | None,
+    ) -> Tensor:
+        averages = self.dwa_modules(x)
+        x = averages.first()
+        for attention, feed_forward in zip(self.attention_layers, self.mlp_layers, strict=True):
+            x = averages.next(x, attention(x, positions, layout, states))
+            x = averages.next(x, feed_forward(x, states))
+        return x
+
+
+class GPTBert(LTGBert):
+    """GPT-BERT for masked and causal language modelling; used as LTGBert is."""
+
+    model_type: ClassVar[str] = "gpt-bert"
+    encoder_class: ClassVar[type[Encoder]] = DepthWeightedEncoder
+
+
+def build_model(config: ModelConfig, generator: torch.Generator | None = None) -> LTGBert:
+    """The model that `config.model_type` names, with random weights from `generator` or PyTorch's global one."""
+    return (GPTBert if config.model_type == "gpt-bert" else LTGBert)(config, generator)

@@ -1,0 +1,1 @@
+"""Attention and dropout: plain PyTorch references that fused kernels must reproduce."""

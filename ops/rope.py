@@ -1,0 +1,156 @@
+"""Plain attention with rotary positions (RoPE, Su et al. 2021): the fast path for users without relative positions.
+
+On a CPU, in float32, and inside torch.compile: PyTorch's scaled_dot_product_attention with a boolean mask. On CUDA in
+bf16 or fp16: variable-length flash attention, where documents are sequences of their own (flash-attn's kernels where
+it is installed, else those in torch.nn.attention.varlen). These kernels know nothing of counter-based dropout, so
+probabilities are never dropped here.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.attention import attention_allowed
+
+# (query, key, value [tokens, H, d], boundaries int32 [documents + 1], longest possible document, causal) -> context
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
+
+
+class VarlenLayout(NamedTuple):
+    """Documents of a batch as runs of tokens, causal rows first.
+
+    causal_rows: how many rows are causal. order, inverse: permutation [B] of the rows that brings these to the front,
+    and back; None where all rows agree. boundaries: where each document of the causal rows and of the others starts,
+    and where the last one ends: int32 [documents + 1], counted from the first token of its group.
+    """
+
+    causal_rows: int
+    order: Tensor | None
+    inverse: Tensor | None
+    boundaries: tuple[Tensor, Tensor]
+
+
+class RopeLayout(NamedTuple):
+    """What all layers share: document_ids int64 [B, T]; cos and sin float32 [T, 1, d/2]; allowed bool [B, 1, T, T]
+    for PyTorch's attention (None where `varlen` is used); varlen with its kernel, or None."""
+
+    document_ids: Tensor
+    cos: Tensor
+    sin: Tensor
+    allowed: Tensor | None
+    varlen: VarlenLayout | None
+    kernel: VarlenKernel | None
+
+
+def rope_layout(
+    document_ids: Tensor, causal: bool | Tensor, head_dim: int, theta: float, dtype: torch.dtype
+) -> RopeLayout:
+    """Layout for `rope_attention` from document_ids int64 [B, T] (-1: padding) and causal, a bool or bool [B].
+
+    `dtype` is that of the queries to come: it decides which kernel can be used. Only where a variable-length kernel
+    is used does this wait for the device, once, since the number of documents is a shape there.
+    """
+    device, (batch, length) = document_ids.device, document_ids.shape
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
+    angles = torch.arange(length, device=device, dtype=torch.float64)[:, None] * frequencies
+    cos, sin = angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
+    kernel = None
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling():
+        kernel = varlen_kernel()
+    if kernel is not None:
+        return RopeLayout(document_ids, cos, sin, None, varlen_layout(document_ids, causal), kernel)
+    if isinstance(causal, bool):
+        causal = torch.full((batch,), causal, device=device)
+    allowed = attention_allowed(document_ids, causal.to(device)).unsqueeze(1)
+    return RopeLayout(document_ids, cos, sin, allowed, None, None)
+
+
+def rope_attention(query: Tensor, key: Tensor, value: Tensor, layout: RopeLayout) -> Tensor:
+    """Context [B, T, H, d] of query, key and value [B, T, H, d], scores scaled by 1/sqrt(d); zero for padding."""
+    query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
+    if layout.varlen is not None and layout.kernel is not None:
+        context = varlen_attention(query, key, value, layout.varlen, layout.kernel)
+    else:
+        heads_first = (x.transpose(1, 2) for x in (query, key, value))
+        context = F.scaled_dot_product_attention(*heads_first, attn_mask=layout.allowed).transpose(1, 2)
+    return context.masked_fill(layout.document_ids[:, :, None, None] < 0, 0.0)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [B, T, H, d] by its positions, feature i together with feature i + d/2; cos, sin [T, 1, d/2]."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def varlen_layout(document_ids: Tensor, causal: bool | Tensor) -> VarlenLayout:
+    """Split a batch into causal rows and others, and each group into documents (runs of one id in one row)."""
+    batch = document_ids.size(0)
+    if isinstance(causal, bool):
+        order, causal_rows = None, batch if causal else 0
+    else:
+        order, causal_rows = causal.to(torch.int8).argsort(descending=True, stable=True), int(causal.sum())
+        order = order.to(document_ids.device) if 0 < causal_rows < batch else None
+    if order is not None:
+        document_ids = document_ids[order]
+    groups = (document_ids[:causal_rows], document_ids[causal_rows:])
+    inverse = None if order is None else order.argsort()
+    return VarlenLayout(causal_rows, order, inverse, (_boundaries(groups[0]), _boundaries(groups[1])))
+
+
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: VarlenLayout, kernel: VarlenKernel) -> Tensor:
+    """Context [B, T, H, d] by one call of `kernel` for the causal rows and one for the others."""
+    if layout.order is not None:
+        query, key, value = (x.index_select(0, layout.order) for x in (query, key, value))
+    value = value.to(query.dtype)
+    parts = []
+    for rows, boundaries, causal in (
+        (slice(None, layout.causal_rows), layout.boundaries[0], True),
+        (slice(layout.causal_rows, None), layout.boundaries[1], False),
+    ):
+        if boundaries.numel() > 1:
+            q, k, v = (x[rows].flatten(0, 1).contiguous() for x in (query, key, value))
+            parts.append(kernel(q, k, v, boundaries, query.size(1), causal).view_as(query[rows]))
+    context = torch.cat(parts)
+    return context if layout.inverse is None else context.index_select(0, layout.inverse)
+
+
+@lru_cache
+def varlen_kernel() -> VarlenKernel | None:
+    """The variable-length flash attention of this installation, or None."""
+    try:
+        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return _torch_varlen_kernel()
+
+    def flash_attn(query, key, value, boundaries, longest, causal):
+        return flash_attn_varlen_func(query, key, value, boundaries, boundaries, longest, longest, causal=causal)
+
+    return flash_attn
+
+
+def _torch_varlen_kernel() -> VarlenKernel | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    has_window = "window_size" in inspect.signature(varlen_attn).parameters  # its name for causality since torch 2.11
+
+    def torch_varlen(query, key, value, boundaries, longest, causal):
+        options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)} if has_window else {"is_causal": causal}
+        context = varlen_attn(query, key, value, boundaries, boundaries, longest, longest, **options)
+        assert isinstance(context, Tensor)  # it is a tuple only where statistics are asked for
+        return context
+
+    return torch_varlen
+
+
+def _boundaries(document_ids: Tensor) -> Tensor:
+    """First token of each document of rows [B, T], flattened, and the number of tokens: int32 [documents + 1]."""
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=starts.numel()).to(torch.int32)

@@ -1,0 +1,91 @@
+"""What all preprocessing scripts share: flags checked before work begins, and one sentence for whatever goes wrong."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from data.shards import ShardError
+
+
+class CommandError(ValueError):
+    """Something that the user can mend; the message is one sentence that names the flag or file and the remedy."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with one-line errors, no guessing of abbreviated flags, and defaults in the help."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **arguments)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived."""
+
+
+def run(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, interrupted: str) -> int:
+    """Runs a script's command and returns its exit code: 2 with one sentence for what the user can mend, 130 or 143
+    with the sentence `interrupted` after Ctrl-C or SIGTERM."""
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return command(arguments)
+    except (CommandError, ShardError, OSError, MemoryError) as error:
+        print(f"error: {_sentence(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stop:
+        print(f"\nstopped: {interrupted}", file=sys.stderr)
+        return 143 if isinstance(stop, Terminated) else 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _terminate(_number: int, _frame: object) -> NoReturn:
+    raise Terminated
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}; no unfinished file has a final name, so mend this and run the same again"
+    return str(error) or type(error).__name__
+
+
+def positive_int(text: str) -> int:
+    """An argparse type: a whole number of at least 1; underscores and commas are allowed between digits."""
+    value = int(text.replace(",", ""))
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def fraction(text: str) -> float:
+    """An argparse type: a number from 0 up to, but not, 1."""
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, not {value}")
+    return value
+
+
+def add_input_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say what text to read, the same for all scripts that read text."""
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, folders (searched to the bottom) or globs in quotes: .txt (a blank line between documents), "
+        ".jsonl (a JSON string or object a line), either also as .gz or .zst, and .parquet; .train, .dev and .test "
+        "named as files or by a glob are read as .txt",
+    )
+    parser.add_argument("--text_field", default="text", help="field (.jsonl) or column (.parquet) that holds the text")
+    parser.add_argument(
+        "--skip_bad_lines",
+        action="store_true",
+        help="count malformed lines and go on, instead of stopping at the first",
+    )

@@ -1,0 +1,227 @@
+"""Shows what a shard folder holds, and with --verify whether all of it is intact.
+
+python preprocessing/inspect_shards.py FOLDER [--verify] [--samples 3] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from data.shards import (
+    MANIFEST_NAME,
+    Shard,
+    ShardError,
+    open_shard,
+    read_manifest,
+    resolve_shards,
+    sha256_file,
+    tokenizer_hash,
+)
+from preprocessing.command_line import CommandError, Parser, positive_int, run
+from preprocessing.shard_folder import TOKENIZER_NAME
+from preprocessing.tokenizer import load_tokenizer
+
+_BLOCK = 1 << 20  # tokens or documents looked at together
+_BAR = 50  # characters
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Totals of one folder. `lengths`: documents by length, the key being the power of two that starts the bin."""
+
+    path: str
+    documents: int
+    tokens: int
+    words: int
+    shards: int
+    bytes: int
+    vocab_size: int
+    dtype: str
+    tokenizer_hash: str
+    created_by: dict[str, Any]
+    shortest: int
+    longest: int
+    lengths: dict[int, int]
+
+
+def inspect_folder(folder: Path) -> Contents:
+    """Reads manifest, headers and offsets. Raises ShardError for what cannot be opened."""
+    manifest = read_manifest(folder)
+    shards = [open_shard(path) for path in (resolve_shards(folder) if manifest["shards"] else [])]
+    bins: dict[int, int] = {}
+    shortest, longest = 2**63, 0
+    for shard in shards:
+        for lengths in _lengths(shard):
+            starts, counts = np.unique(1 << np.log2(np.maximum(lengths, 1)).astype(np.int64), return_counts=True)
+            for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
+                bins[start] = bins.get(start, 0) + count
+            shortest, longest = min(shortest, int(lengths.min())), max(longest, int(lengths.max()))
+        shard.drop_cache()
+    return Contents(
+        path=str(folder),
+        documents=manifest["num_documents"],
+        tokens=manifest["num_tokens"],
+        words=manifest["num_words"],
+        shards=len(shards),
+        bytes=sum(entry["bytes"] for entry in manifest["shards"]),
+        vocab_size=manifest["vocab_size"],
+        dtype=shards[0].dtype.name if shards else "",
+        tokenizer_hash=manifest["tokenizer_hash"],
+        created_by=manifest["created_by"],
+        shortest=shortest if bins else 0,
+        longest=longest,
+        lengths=dict(sorted(bins.items())),
+    )
+
+
+def _lengths(shard: Shard) -> Iterator[np.ndarray]:
+    """Document lengths in blocks; int64."""
+    for start in range(0, shard.num_documents, _BLOCK):
+        yield np.diff(shard.offsets[start : start + _BLOCK + 1].astype(np.int64))
+
+
+def verify_folder(folder: Path) -> list[str]:
+    """Checks every byte of a folder against its manifest, and every id and offset; a sentence for each damaged file."""
+    manifest = read_manifest(folder)
+    found: list[str] = []
+    for entry in manifest["shards"]:
+        try:
+            _verify_shard(folder / entry["file"], entry, manifest)
+        except ShardError as error:
+            found.append(str(error))
+    found += [
+        f"{folder / MANIFEST_NAME} is damaged: num_{key} is not the sum over its shards"
+        for key in ("documents", "tokens", "words")
+        if manifest[f"num_{key}"] != sum(entry[key] for entry in manifest["shards"])
+    ]
+    copy = folder / TOKENIZER_NAME
+    if copy.exists():
+        try:
+            if tokenizer_hash(copy) != manifest["tokenizer_hash"]:
+                found.append(f"{copy} is not the tokenizer that the shards were made with")
+        except ShardError as error:
+            found.append(str(error))
+    return found
+
+
+def _verify_shard(path: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> None:
+    shard = open_shard(path, manifest["tokenizer_hash"])
+    checks = (
+        ("size", path.stat().st_size, entry["bytes"]),
+        ("number of documents", shard.num_documents, entry["documents"]),
+        ("number of tokens", shard.num_tokens, entry["tokens"]),
+        ("vocabulary size", shard.vocab_size, manifest["vocab_size"]),
+        ("SHA-256", sha256_file(path), entry["sha256"]),
+    )
+    for name, found, expected in checks:
+        if found != expected:
+            raise ShardError(f"{path} is damaged: its {name} is {found} where the manifest says {expected}")
+    if any((lengths < 0).any() for lengths in _lengths(shard)):
+        raise ShardError(f"{path} is damaged: its document offsets do not ascend")
+    for start in range(0, shard.num_tokens, _BLOCK):
+        largest = int(shard.tokens[start : start + _BLOCK].max())
+        if largest >= shard.vocab_size:
+            raise ShardError(f"{path} is damaged: it holds id {largest}, outside its {shard.vocab_size} ids")
+        shard.drop_cache()
+
+
+def sample_documents(folder: Path, count: int, tokens: int) -> list[tuple[int, int, str]]:
+    """(number, length in tokens, decoded beginning) of documents spread evenly over a folder."""
+    tokenizer = load_tokenizer(folder / TOKENIZER_NAME)
+    shards = [open_shard(path, tokenizer_hash(folder / TOKENIZER_NAME)) for path in resolve_shards(folder)]
+    firsts = np.cumsum([0, *(shard.num_documents for shard in shards)])
+    count = min(count, int(firsts[-1]))
+    chosen = [int((2 * number + 1) * firsts[-1] // (2 * count)) for number in range(count)]
+    samples = []
+    for number in chosen:
+        index = int(np.searchsorted(firsts, number, side="right")) - 1
+        document = shards[index].document(number - int(firsts[index]))
+        samples.append((number, len(document), _decoded(tokenizer, document[:tokens])))
+    return samples
+
+
+def _decoded(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+
+def print_contents(contents: Contents) -> None:
+    """The readable form."""
+    print(contents.path)
+    per_word = f" ({contents.tokens / contents.words:.3f} per word)" if contents.words else ""
+    per_document = contents.tokens / max(contents.documents, 1)
+    plural = "s" * (contents.shards != 1)
+    print(f"  {contents.documents:,} documents, {contents.words:,} words, {contents.tokens:,} tokens{per_word}")
+    print(f"  {contents.shards} shard{plural}, {contents.bytes / 1e6:,.1f} MB, {contents.dtype or 'no tokens'}")
+    print(f"  {contents.vocab_size:,} ids, tokenizer {contents.tokenizer_hash[:12]}")
+    print(f"  made by {contents.created_by.get('script', 'an unknown program')}")
+    print(f"  document length in tokens: {contents.shortest:,} to {contents.longest:,}, mean {per_document:,.1f}")
+    most = max(contents.lengths.values(), default=1)
+    for start, count in contents.lengths.items():
+        bar = "#" * max(1, round(_BAR * count / most))
+        print(f"  {start:>9,} - {2 * start - 1:<9,} {count:>12,}  {bar}")
+
+
+def _folders(path: Path) -> list[Path]:
+    """The folder itself, or its splits."""
+    splits = [path / name for name in ("train", "validation") if (path / name / MANIFEST_NAME).is_file()]
+    if not path.is_dir():
+        raise CommandError(f"{path} is not a folder; give a shard folder made by preprocessing/tokenize_corpus.py")
+    return [path] if (path / MANIFEST_NAME).exists() or not splits else splits
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description="Show totals, document lengths and samples of a shard folder.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="shard folder, or one with train and validation")
+    parser.add_argument(
+        "--verify", action="store_true", help="check checksums, sizes, offsets and ids; exit 1 on damage"
+    )
+    parser.add_argument("--samples", type=int, default=3, help="documents to decode and print, spread over the folder")
+    parser.add_argument("--sample_tokens", type=positive_int, default=80, help="tokens to print of each sample")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead, without samples")
+    return parser.parse_args(argv)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    damage: list[str] = []
+    contents: list[Contents] = []
+    for folder in _folders(arguments.folder):
+        if arguments.verify:
+            damage += verify_folder(folder)
+        if damage:
+            continue
+        contents.append(inspect_folder(folder))
+        if arguments.json:
+            continue
+        print_contents(contents[-1])
+        if arguments.samples > 0 and contents[-1].documents and (folder / TOKENIZER_NAME).exists():
+            for number, length, text in sample_documents(folder, arguments.samples, arguments.sample_tokens):
+                print(f"\n  document {number:,} ({length:,} tokens)")
+                print("    " + text.replace("\n", "\n    "))
+            print()
+    if arguments.json:
+        print(json.dumps({"folders": [asdict(item) for item in contents], "damage": damage}))
+    elif arguments.verify and not damage:
+        print("verified: every file is as the manifest says")
+    for sentence in damage:
+        print(f"error: {sentence}", file=sys.stderr)
+    return 1 if damage else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(command, parse_arguments(argv), "nothing was changed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

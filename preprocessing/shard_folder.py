@@ -1,0 +1,286 @@
+"""An output folder of shards that is either complete or can be continued.
+
+While work goes on, `journal.json` says how far: the place in the input, and for each split the finished shards and how
+much of the unfinished ones belongs to that place. `save` first makes the data durable, then the journal; after a crash
+everything beyond the journal is cut off and made again, so the final bytes do not depend on crashes. The manifest,
+which declares a folder complete, comes last and takes the journal's place.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.shards import MANIFEST_NAME, read_manifest, resolve_shards, sync_folder, write_atomically, write_manifest
+from preprocessing.command_line import CommandError
+from preprocessing.split_writer import EMPTY_STATE, SplitWriter
+
+JOURNAL_NAME = "journal.json"
+TOKENIZER_NAME = "tokenizer.json"
+_OURS = re.compile(r"(shard_\d+\.shard(\.offsets)?|manifest\.json|journal\.json|tokenizer\.json)(\.partial)?")
+_SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class FolderPlan:
+    """What is to be made where.
+
+    identity: all that decides the content; an unfinished folder with another identity is not continued.
+    made_by: the part of it that does not depend on where the inputs lie; goes into the manifest.
+    splits: ("",) for shards in the folder itself, or ("train", "validation").
+    """
+
+    folder: Path
+    tokenizer_path: Path
+    tokenizer_hash: str
+    vocab_size: int
+    shard_size: int
+    splits: tuple[str, ...]
+    inputs: tuple[Path, ...]
+    skip_bad_lines: bool
+    identity: dict[str, Any]
+    made_by: dict[str, Any]
+
+
+class ShardFolder:
+    """The folder of a plan, under a lock. After `open`, `position` (empty at the start) and `counts` say where to go
+    on; then `add` or `add_part`, `save` from time to time, and `complete`."""
+
+    def __init__(self, plan: FolderPlan) -> None:
+        self.plan = plan
+        self.position: dict[str, Any] = {}
+        self.counts: dict[str, int] = {}
+        self.writers: list[SplitWriter] = []
+        self._tokenizer = plan.tokenizer_path.read_bytes()
+        self._consistent = True  # False while the writers are ahead of position and counts
+        self._part_split = 0
+        self._lock: int | None = None
+
+    def open(self, overwrite: bool = False) -> bool:
+        """Prepares a new folder, or restores an unfinished one; False if it is complete already, with the same content.
+        Raises CommandError if it holds something else."""
+        folder = self.plan.folder
+        if folder.exists() and not folder.is_dir():
+            raise CommandError(f"--output {folder} is a file; give a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(folder)
+        _refuse_foreign_files(folder)
+        journal = _read_journal(folder / JOURNAL_NAME)
+        if journal is not None and not overwrite:
+            self._check_journal(journal)
+            self._start(journal)
+            return True
+        complete = [folder / name for name in (*_SPLITS, "") if (folder / name / MANIFEST_NAME).exists()]
+        if complete and not overwrite:
+            self._check_complete(complete)
+            return False
+        _clear(folder, self.plan.tokenizer_path)
+        self._start(None)
+        return True
+
+    def add(
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        words: np.ndarray,
+        validation: np.ndarray,
+        position: dict[str, Any],
+        counts: dict[str, int],
+    ) -> None:
+        """Adds documents (tokens in a row [N]; tokens, words and split of each [documents]), which reach up to
+        `position` in the input, and adds `counts` to the totals."""
+        self._consistent = False
+        if len(self.writers) == 1:
+            self.writers[0].write(tokens, lengths, words)
+        else:
+            for number, writer in enumerate(self.writers):
+                chosen = validation == bool(number)
+                writer.write(tokens[np.repeat(chosen, lengths)], lengths[chosen], words[chosen])
+        self._advance(position, counts)
+
+    def add_part(
+        self,
+        tokens: np.ndarray,
+        words: int,
+        validation: bool,
+        opens: bool,
+        closes: bool,
+        position: dict[str, Any],
+        counts: dict[str, int],
+    ) -> None:
+        """Adds a part of one document; its first part decides the split."""
+        self._consistent = False
+        if opens:
+            self._part_split = int(validation) if len(self.writers) > 1 else 0
+        closed = self.writers[self._part_split].write_part(tokens, words, closes)
+        empty = int(closes and not closed)
+        self._advance(position, {**counts, "empty_documents": counts.get("empty_documents", 0) + empty})
+
+    def _advance(self, position: dict[str, Any], counts: dict[str, int]) -> None:
+        self.position = position
+        for name, count in counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+        self._consistent = True
+
+    @property
+    def has_full_shards(self) -> bool:
+        """Whether `save` would finish a shard."""
+        return any(writer.has_full for writer in self.writers)
+
+    def save(self) -> None:
+        """Makes everything durable up to `position`, and finishes full shards."""
+        if not self._consistent:  # interrupted inside `add`: what is in the journal holds
+            return
+        self._consistent = False
+        for writer in self.writers:
+            writer.sync()
+        self._write_journal()
+        if self.has_full_shards:
+            for writer in self.writers:
+                writer.finish_full()
+            self._write_journal()
+        self._consistent = True
+
+    def complete(self) -> None:
+        """Finishes the last shards and declares the folder complete."""
+        for writer in self.writers:
+            writer.end()
+        self.save()
+        for name, writer in zip(self.plan.splits, self.writers, strict=True):
+            write_atomically(writer.folder / TOKENIZER_NAME, self._tokenizer)
+            created_by = {**self.plan.made_by, **({"split": name} if name else {}), **self.counts}
+            write_manifest(writer.folder, writer.finished, self.plan.tokenizer_hash, self.plan.vocab_size, created_by)
+        (self.plan.folder / JOURNAL_NAME).unlink()
+        sync_folder(self.plan.folder)
+
+    def close(self) -> None:
+        """Closes files and gives up the lock; unfinished work stays for another run."""
+        for writer in self.writers:
+            writer.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def clear(self) -> None:
+        """Removes everything this class writes."""
+        for writer in self.writers:
+            writer.close()
+        _clear(self.plan.folder, self.plan.tokenizer_path)
+
+    def _start(self, journal: dict[str, Any] | None) -> None:
+        plan = self.plan
+        if journal is None:  # the journal comes first: shards without one would be somebody else's
+            self._write_journal()
+        else:
+            self.position, self.counts, self._part_split = journal["position"], journal["counts"], journal["part_split"]
+        for number, name in enumerate(plan.splits):
+            state = journal["splits"][number] if journal and journal["splits"] else EMPTY_STATE
+            make = (plan.tokenizer_hash, plan.vocab_size, plan.shard_size)
+            self.writers.append(SplitWriter(plan.folder / name, *make, state))
+
+    def _write_journal(self) -> None:
+        journal = {
+            "identity": self.plan.identity,
+            "position": self.position,
+            "counts": self.counts,
+            "part_split": self._part_split,
+            "splits": [writer.state() for writer in self.writers],
+        }
+        write_atomically(self.plan.folder / JOURNAL_NAME, json.dumps(journal).encode())
+
+    def _check_journal(self, journal: dict[str, Any]) -> None:
+        difference = _difference(journal["identity"], self.plan.identity)
+        if not difference and journal["counts"].get("bad_lines", 0) and not self.plan.skip_bad_lines:
+            difference = "--skip_bad_lines"
+        if difference:
+            raise CommandError(
+                f"--output {self.plan.folder} holds unfinished work that differs in {difference}; run that to its "
+                "end, choose another folder, or add --overwrite to start again"
+            )
+
+    def _check_complete(self, complete: list[Path]) -> None:
+        folder = self.plan.folder
+        difference = "" if complete == [folder / name for name in self.plan.splits] else "validation_fraction"
+        for part in complete:
+            manifest = read_manifest(part)
+            created_by = manifest["created_by"]
+            kept = {name: created_by.get(name) for name in self.plan.made_by}
+            difference = difference or _difference(kept, self.plan.made_by)
+            if not difference and manifest["tokenizer_hash"] != self.plan.tokenizer_hash:
+                difference = "tokenizer"
+            if not difference and created_by.get("bad_lines", 0) and not self.plan.skip_bad_lines:
+                difference = "--skip_bad_lines"
+            if not difference and manifest["shards"]:
+                resolve_shards(part)  # all there, with their sizes
+            made = (part / MANIFEST_NAME).stat().st_mtime_ns
+            newer = [path for path in self.plan.inputs if path.stat().st_mtime_ns > made]
+            if not difference and newer:
+                difference = f"{newer[0]}, which was changed later"
+        if difference:
+            raise CommandError(
+                f"--output {folder} holds a corpus that differs in {difference}; choose another folder, or add "
+                "--overwrite to replace it"
+            )
+
+
+def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """The first key whose values differ, "" if none do."""
+    return next((key for key in wanted if found.get(key) != wanted[key]), "")
+
+
+def _read_journal(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        journal = json.loads(path.read_text(encoding="utf-8"))
+        if set(journal) >= {"identity", "position", "counts", "part_split", "splits"}:
+            return journal
+    except (ValueError, TypeError):
+        pass
+    raise CommandError(f"{path} is damaged; add --overwrite to start again")
+
+
+def _our_files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if _OURS.fullmatch(path.name)] if folder.is_dir() else []
+
+
+def _refuse_foreign_files(folder: Path) -> None:
+    for place in (folder, *(folder / name for name in _SPLITS)):
+        visible = [path for path in place.iterdir() if not path.name.startswith(".")] if place.is_dir() else []
+        allowed = {place / name for name in _SPLITS} if place == folder else set()
+        foreign = sorted(set(visible) - set(_our_files(place)) - allowed)
+        if foreign:
+            raise CommandError(f"--output {folder} holds other files, such as {foreign[0].name}; give a new folder")
+
+
+def _clear(folder: Path, tokenizer_path: Path) -> None:
+    """Removes shards, journals and copies of tokenizers, but not the tokenizer in use; manifests first, so that no
+    moment shows half a corpus as complete."""
+    places = (folder, *(folder / name for name in _SPLITS))
+    for path in sorted((path for place in places for path in _our_files(place)), key=lambda p: p.name != MANIFEST_NAME):
+        if path.resolve() != tokenizer_path.resolve():
+            path.unlink()
+    for place in places[1:]:
+        if place.is_dir() and not any(place.iterdir()):
+            place.rmdir()
+
+
+def _locked(folder: Path) -> int:
+    """Holds the folder for this process; the lock goes when the descriptor is closed or the process ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            os.close(descriptor)
+            raise CommandError(f"--output {folder} is in use by another process; wait for it to end") from None
+        # some network file systems cannot lock folders: go on without
+    return descriptor

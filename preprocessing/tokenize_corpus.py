@@ -1,0 +1,221 @@
+"""Text to token shards: parallel, in bounded memory, and continued where it stopped when run again.
+
+    python preprocessing/tokenize_corpus.py --input corpus/ --output shards/ --tokenizer_path tokenizer.json
+
+The main process reads, cuts the input into chunks of about 1 MiB at document boundaries, and writes; workers parse and
+encode. Documents come out in the order of the input, so the files are the same for any number of workers. What a
+document becomes follows from its text alone, and where a shard ends from the tokens before it, so they are also the
+same after any interruption. Documents get no special tokens; "</s>" inside a text is encoded as text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from tqdm import tqdm
+
+from data.shards import FORMAT_VERSION, tokenizer_hash
+from preprocessing.command_line import CommandError, Parser, add_input_flags, fraction, positive_int, run
+from preprocessing.corpora import DOCUMENT_BYTES, CorpusError, InputFile, Position, find_inputs, read_chunks
+from preprocessing.encoding import EncodedChunk, EncoderSettings, encode_in_order
+from preprocessing.shard_folder import FolderPlan, ShardFolder
+from preprocessing.tokenizer import load_tokenizer, vocabulary_size
+
+DEFAULT_SHARD_SIZE = 100_000_000
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """Totals of one split; `name` is "" where there is only one."""
+
+    name: str
+    shards: int
+    documents: int
+    words: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished folder holds, and how fast this run was (which may have continued another)."""
+
+    splits: list[SplitSummary]
+    counts: dict[str, int]  # empty_documents, bad_lines, special_tokens, text_bytes
+    seconds: float
+    bytes_per_second: float
+
+
+def tokenize_files(
+    files: Sequence[InputFile],
+    output: Path,
+    settings: EncoderSettings,
+    *,
+    workers: int = 1,
+    shard_size: int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+    journal_seconds: float = 10.0,
+    progress: bool = False,
+) -> Summary | None:
+    """Tokenises files into a shard folder, continuing unfinished work; None if it was complete already.
+
+    shard_size: tokens after which a shard ends with its document. journal_seconds: how much work a crash may cost.
+    Raises CorpusError or ShardError for bad input, CommandError if the folder holds something else."""
+    folder = ShardFolder(_plan(files, output, settings, shard_size))
+    try:
+        if not folder.open(overwrite):
+            return None
+        start = Position(**folder.position)
+        before = sum(file.size for file in files[: start.file])
+        total = sum(file.size for file in files)
+        started, bytes_before = time.monotonic(), folder.counts.get("text_bytes", 0)
+        encoded_chunks = encode_in_order(read_chunks(files, settings.text_field, start), settings, workers)
+        bar = tqdm(total=total, initial=before, unit="B", unit_scale=True, desc="tokenizing", disable=not progress)
+        with bar:
+            try:
+                saved = time.monotonic()
+                for chunk in encoded_chunks:
+                    _add(folder, chunk)
+                    bar.update(sum(file.size for file in files[: chunk.end.file]) + chunk.progress - bar.n)
+                    if folder.has_full_shards or time.monotonic() - saved >= journal_seconds:
+                        folder.save()
+                        saved = time.monotonic()
+            except (KeyboardInterrupt, CommandError):
+                folder.save()
+                raise
+            finally:
+                encoded_chunks.close()
+        if not sum(writer.total("documents") for writer in folder.writers):
+            folder.clear()
+            raise CorpusError(f"--input holds no text in {len(files)} files; check --input and --text_field")
+        folder.complete()
+        seconds = time.monotonic() - started
+        splits = [
+            SplitSummary(name, len(writer.finished), *(writer.total(key) for key in ("documents", "words", "tokens")))
+            for name, writer in zip(folder.plan.splits, folder.writers, strict=True)
+        ]
+        rate = (folder.counts["text_bytes"] - bytes_before) / max(seconds, 1e-9)
+        return Summary(splits, folder.counts, seconds, rate)
+    except OSError as error:  # a full disk: say where
+        raise OSError(error.errno, error.strerror, error.filename or str(output)) from error
+    finally:
+        folder.close()
+
+
+def _plan(files: Sequence[InputFile], output: Path, settings: EncoderSettings, shard_size: int) -> FolderPlan:
+    options = {
+        "script": "preprocessing/tokenize_corpus.py",
+        "text_field": settings.text_field,
+        "validation_fraction": settings.validation_fraction,
+        "shard_size": shard_size,
+    }
+    digest = tokenizer_hash(settings.tokenizer_path)
+    described = [[str(file.path.resolve()), file.size, file.modified] for file in files]
+    versions = {"format": FORMAT_VERSION, "document_bytes": DOCUMENT_BYTES}
+    return FolderPlan(
+        folder=output,
+        tokenizer_path=settings.tokenizer_path,
+        tokenizer_hash=digest,
+        vocab_size=vocabulary_size(load_tokenizer(settings.tokenizer_path)),
+        shard_size=shard_size,
+        splits=("train", "validation") if settings.validation_fraction else ("",),
+        inputs=tuple(file.path for file in files),
+        skip_bad_lines=settings.skip_bad_lines,
+        identity={**options, **versions, "tokenizer": digest, "inputs": described},
+        made_by={**options, "inputs": [{"name": file.name, "bytes": file.size} for file in files]},
+    )
+
+
+def _add(folder: ShardFolder, chunk: EncodedChunk) -> None:
+    position = asdict(chunk.end)
+    counts = {
+        "empty_documents": chunk.empty,
+        "bad_lines": chunk.bad,
+        "special_tokens": chunk.special,
+        "text_bytes": chunk.text_bytes,
+    }
+    if chunk.opens and chunk.closes:
+        folder.add(chunk.tokens, chunk.lengths, chunk.words, chunk.validation, position, counts)
+    else:
+        words, validation = int(chunk.words[0]), bool(chunk.validation[0])
+        folder.add_part(chunk.tokens, words, validation, chunk.opens, chunk.closes, position, counts)
+
+
+def print_summary(summary: Summary) -> None:
+    """The lines that end a run."""
+    for split in summary.splits:
+        per_word = split.tokens / max(split.words, 1)
+        print(
+            f"{split.name or 'total'}: {split.documents:,} documents, {split.words:,} words, {split.tokens:,} tokens "
+            f"({per_word:.3f} tokens per word) in {split.shards} shard{'s' * (split.shards != 1)}"
+        )
+        if not split.documents:
+            print(f"warning: no document fell into {split.name}; raise --validation_fraction", file=sys.stderr)
+    counts = summary.counts
+    print(f"dropped: {counts['empty_documents']:,} empty documents, {counts['bad_lines']:,} malformed lines")
+    if counts["special_tokens"]:
+        print(f"note: the tokenizer produced {counts['special_tokens']:,} special ids such as <unk>")
+    print(f"{summary.seconds:.1f} seconds, {summary.bytes_per_second / 1e6:.1f} MB of text per second")
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description="Tokenise text into shards; run again after an interruption, it continues.")
+    add_input_flags(parser)
+    parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="shard folder to write")
+    parser.add_argument(
+        "--tokenizer_path", required=True, type=Path, metavar="FILE", help="tokenizer.json, see train_tokenizer.py"
+    )
+    parser.add_argument("--workers", type=positive_int, default=1, help="processes that encode; changes no byte")
+    parser.add_argument(
+        "--validation_fraction",
+        type=fraction,
+        default=0.0,
+        help="share of documents (0 up to 1), chosen by the hash of their text, that go to FOLDER/validation, the "
+        "others to FOLDER/train; 0 writes everything to FOLDER itself",
+    )
+    parser.add_argument(
+        "--shard_size", type=positive_int, default=DEFAULT_SHARD_SIZE, help="tokens after which a shard file ends"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
+    parser.add_argument(
+        "--journal_seconds", type=float, default=10.0, help="seconds between records of progress: what a crash may cost"
+    )
+    return parser.parse_args(argv)
+
+
+def command(arguments: argparse.Namespace) -> int:
+    files = find_inputs(arguments.input)
+    settings = EncoderSettings(
+        arguments.tokenizer_path, arguments.text_field, arguments.skip_bad_lines, arguments.validation_fraction
+    )
+    summary = tokenize_files(
+        files,
+        arguments.output,
+        settings,
+        workers=arguments.workers,
+        shard_size=arguments.shard_size,
+        overwrite=arguments.overwrite,
+        journal_seconds=arguments.journal_seconds,
+        progress=sys.stderr.isatty(),
+    )
+    if summary is None:
+        print(f"{arguments.output} is complete already, from the same inputs and options: nothing to do")
+    else:
+        print_summary(summary)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    return run(command, arguments, f"{arguments.output} is unfinished; the same command continues where it stopped")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

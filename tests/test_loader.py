@@ -1,0 +1,164 @@
+"""The loader: the same global batch for any number of ranks, every token once per epoch, clean threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.corpus import Corpus, TokenStream
+from data.loader import BatchBuilder, Loader, ValidationSet, micro_batch_rows
+from data.masking import IGNORE_INDEX, MaskingOptions, fingerprint
+from data.plan import CAUSAL, MASKED, DataPlan, resolve_split
+from data.shards import write_shard
+
+HASH = "ab" * 32
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    generator = np.random.default_rng(0)
+    value = 16
+    for shard in range(3):
+        documents = []
+        for length in generator.integers(1, 90, 60):
+            documents.append(np.arange(value, value + length))
+            value += length
+        write_shard(folder / f"{shard}.shard", documents, HASH, 1 << 20)
+    return Corpus(str(folder / "*.shard"), tokenizer_hash=HASH, bos_id=1, eos_id=2)
+
+
+def make_builder(corpus, *, numerator=3, denominator=4, even=False, **options) -> BatchBuilder:
+    settings_ = {"max_steps": 12, "seq_length": 16, "global_batch_size": 96, "batch_reduction": 3.0, **options}
+    plan = DataPlan(hybrid_numerator=numerator, hybrid_denominator=denominator, **settings_)
+    return BatchBuilder(corpus, plan, MaskingOptions(vocab_size=1 << 14, even=even))
+
+
+def global_fingerprint(builder, step, world_size, split, local_batch_size) -> tuple[int, np.ndarray]:
+    total, targets = 0, np.zeros(2, np.int64)
+    for rank in range(world_size):
+        batch = builder.step(step, rank, world_size, split, local_batch_size)
+        targets += batch.targets
+        for micro_batch in batch.micro_batches(CPU):
+            total += int(fingerprint(micro_batch.inputs(builder.options), micro_batch.row_keys))
+    return total % 2**64, targets
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 11), st.integers(1, 6), st.integers(1, 40), st.sampled_from(["auto", "rows"]), st.booleans())
+def test_global_batch_is_the_same_on_any_hardware(corpus, step, world_size, local_batch_size, wish, even):
+    builder = make_builder(corpus, even=even)
+    expected, targets = global_fingerprint(builder, step, 1, "rows", 1000)
+    found, found_targets = global_fingerprint(
+        builder, step, world_size, resolve_split(wish, world_size, 3, 4), local_batch_size
+    )
+    assert found == expected
+    np.testing.assert_array_equal(found_targets, targets)
+
+
+def test_targets_known_beforehand_are_those_of_the_labels(corpus):
+    builder = make_builder(corpus)
+    for step in (0, 8, 11):
+        batch = builder.step(step, 0, 1, "rows", 7)
+        for micro_batch in batch.micro_batches(CPU):
+            inputs = micro_batch.inputs(builder.options)
+            counts = (inputs.labels != IGNORE_INDEX).sum(1)
+            assert counts.tolist() == micro_batch.targets.sum(0).tolist()
+            assert (micro_batch.targets[CAUSAL] > 0).tolist() == inputs.causal.tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_token_once_per_epoch_and_objective_across_row_lengths(corpus, world_size):
+    """Inputs of both objectives, from first to last step, are their streams without gap or repetition."""
+    builder = make_builder(corpus, max_steps=20, milestones=(0.3, 0.6), global_batch_size=160)
+    split = resolve_split("auto", world_size, 3, 4)
+    lengths = set()
+    for objective in (MASKED, CAUSAL):
+        inputs, targets = [], []
+        for step in range(20):
+            plan = builder.plan.step(step)
+            lengths.add(plan.seq_length)
+            for rank in range(world_size):
+                batch = builder.step(step, rank, world_size, split, 8).batch
+                rows = batch.tokens[batch.causal == (objective == CAUSAL)].numpy()
+                inputs.append(rows[:, :-1].ravel())
+                targets.append(rows[:, 1:].ravel())
+        seen = np.concatenate(inputs)
+        epoch = corpus.tokens_before_epoch(1)
+        stream = TokenStream(corpus, builder.plan.stream_key(objective))
+        np.testing.assert_array_equal(seen, stream.read(0, len(seen))[0])
+        np.testing.assert_array_equal(np.concatenate(targets), stream.read(1, len(seen))[0])
+        for start in range(0, len(seen) - epoch + 1, epoch):
+            words = seen[start : start + epoch]
+            counts = Counter(words[words >= 16].tolist())
+            assert len(counts) == corpus.num_tokens
+            assert set(counts.values()) == {1}
+        if objective == MASKED:
+            assert len(seen) > epoch  # the test saw a whole epoch
+    assert len(lengths) == 3
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 400))
+def test_micro_batches_keep_their_tokens_when_rows_grow(local_batch_size):
+    assert micro_batch_rows(local_batch_size, 128, 128) == local_batch_size
+    assert micro_batch_rows(local_batch_size, 128, 512) == max(1, local_batch_size // 4)
+
+
+def test_loader_yields_the_steps_in_order_from_anywhere(corpus):
+    builder = make_builder(corpus)
+    loader = Loader(builder, rank=1, world_size=2, split="rows", local_batch_size=8, start_step=5)
+    batches = list(loader)
+    loader.close()
+    assert [batch.plan.step for batch in batches] == list(range(5, 12))
+    for batch in batches:
+        assert torch.equal(batch.batch.tokens, builder.step(batch.plan.step, 1, 2, "rows", 8).batch.tokens)
+
+
+def test_loader_hands_errors_over_and_stops_its_thread(corpus, monkeypatch):
+    builder = make_builder(corpus)
+    monkeypatch.setattr(builder, "step", lambda *_: (_ for _ in ()).throw(OSError("disk gone")))
+    loader = Loader(builder, rank=0, world_size=1, split="rows", local_batch_size=8)
+    with pytest.raises(OSError, match="disk gone"):
+        list(loader)
+    loader.close()
+    builder = make_builder(corpus)
+    loader = Loader(builder, rank=0, world_size=1, split="rows", local_batch_size=8)
+    next(iter(loader))
+    loader.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("objective", [MASKED, CAUSAL])
+def test_validation_set_is_all_of_the_data_with_fixed_masks(corpus, world_size, objective):
+    held_out = ValidationSet(corpus, MaskingOptions(vocab_size=1 << 14), seq_length=64)
+    rows, labels = [], []
+    for rank in range(world_size):
+        for batch in held_out.batches(objective, rank, world_size, batch_rows=5):
+            rows.append(batch.tokens[:, :-1])
+            labels.append(batch.inputs(held_out.options).labels)
+    tokens, targets = torch.cat(rows).numpy().ravel(), torch.cat(labels)
+    stored = TokenStream(corpus, None).read(0, corpus.tokens_before_epoch(1))[0]
+    np.testing.assert_array_equal(tokens[: len(stored)], stored[: len(tokens)])
+    assert (tokens[len(stored) :] == -1).all()
+    again = torch.cat([b.inputs(held_out.options).labels for b in held_out.batches(objective, 0, 1, 50)])
+    assert torch.equal(targets, again)
+    count = (targets != IGNORE_INDEX).sum().item()
+    expected = corpus.num_tokens * 0.15 if objective == MASKED else corpus.num_tokens + corpus.num_documents
+    assert count == pytest.approx(expected, rel=0.02)
+
+
+def test_validation_on_a_part_spreads_over_the_set(corpus):
+    held_out = ValidationSet(corpus, MaskingOptions(vocab_size=1 << 14), seq_length=64, rows=10)
+    firsts = torch.cat([b.tokens[:, 0] for b in held_out.batches(CAUSAL, 0, 1, 4)])
+    stored = TokenStream(corpus, None).read(0, corpus.tokens_before_epoch(1))[0]
+    rows = np.arange(10) * held_out.total_rows // 10
+    assert firsts.tolist() == stored[rows * 64].tolist()

@@ -1,0 +1,403 @@
+"""Properties of the models: who sees whom, dropout by rows, shapes at the edges, configuration, state."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import model as model_module
+from model import LTGBert, ModelConfig, ModelConfigError
+from model_extra import GPTBert, build_model
+from ops.dropout import DropoutKeys
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 60,
+    "max_position_embeddings": 20,
+    "position_bucket_size": 6,
+}
+KINDS = [("ltg-bert", "relative"), ("gpt-bert", "relative"), ("gpt-bert", "rope")]
+
+
+def make_model(kind: tuple[str, str] = ("gpt-bert", "relative"), dropout: float = 0.0, **changes) -> LTGBert:
+    values = SIZES | {"model_type": kind[0], "position_embedding": kind[1]}
+    values |= {"attention_probs_dropout_prob": dropout, "hidden_dropout_prob": dropout} | changes
+    model = build_model(ModelConfig.from_dict(values), torch.Generator().manual_seed(0))
+    with torch.no_grad():  # so that no averaging weight is 0 and hides a term
+        for name, parameter in model.named_parameters():
+            if "alphas" in name:
+                parameter += 0.1
+    return model
+
+
+def make_inputs(batch: int = 4, length: int = 18, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(5, 60, (batch, length), generator=generator)
+    document_ids = (torch.arange(length).expand(batch, length) // 7).clone()
+    return input_ids, document_ids
+
+
+def keys_for(batch: int) -> DropoutKeys:
+    return DropoutKeys(torch.arange(batch) * 7919 + 3, torch.tensor(11))
+
+
+@pytest.fixture(params=KINDS, ids="-".join)
+def kind(request) -> tuple[str, str]:
+    return request.param
+
+
+# Who sees whom
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_do_not_see_each_other(kind, causal: bool):
+    model = make_model(kind).eval()
+    input_ids, document_ids = make_inputs()
+    changed = input_ids.clone()
+    changed[:, 7:14] = (changed[:, 7:14] + 11) % 60
+    before, after = (model.encode(ids, document_ids, causal) for ids in (input_ids, changed))
+    outside = torch.ones(18, dtype=torch.bool)
+    outside[7:14] = False
+    torch.testing.assert_close(before[:, outside], after[:, outside])
+    assert (before[:, 7:14] - after[:, 7:14]).abs().max() > 1e-2
+
+
+def test_causal_rows_do_not_see_the_future_and_others_do(kind):
+    model = make_model(kind).eval()
+    input_ids, _ = make_inputs()
+    document_ids = torch.zeros_like(input_ids)
+    changed = input_ids.clone()
+    changed[:, 10:] = (changed[:, 10:] + 11) % 60
+    causal = torch.tensor([True, False, True, False])
+    difference = (
+        (model.encode(input_ids, document_ids, causal) - model.encode(changed, document_ids, causal)).abs().amax(-1)
+    )
+    assert difference[causal, :10].max() < 1e-6
+    assert difference[~causal, :10].min() > 1e-4
+    assert difference[:, 10:].min() > 1e-4
+
+
+def test_flags_by_row_are_separate_calls(kind):
+    model = make_model(kind).eval()
+    input_ids, document_ids = make_inputs()
+    causal = torch.tensor([False, True, True, False])
+    mixed = model.encode(input_ids, document_ids, causal)
+    for flag in (True, False):
+        alone = model.encode(input_ids[causal == flag], document_ids[causal == flag], flag)
+        torch.testing.assert_close(mixed[causal == flag], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_changes_nothing(kind):
+    model = make_model(kind).eval()
+    input_ids, document_ids = make_inputs()
+    padded_ids, padded_documents = F.pad(input_ids, (0, 5), value=3), F.pad(document_ids, (0, 5), value=-1)
+    for causal in (True, False):
+        padded = model.encode(padded_ids, padded_documents, causal)[:, :18]
+        torch.testing.assert_close(padded, model.encode(input_ids, document_ids, causal), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_padding_give_no_nan(kind):
+    model = make_model(kind, dropout=0.1).train()
+    input_ids, document_ids = make_inputs()
+    document_ids[1] = -1
+    document_ids[2, 5:] = -1
+    logits = model(input_ids, document_ids, torch.tensor([True, True, False, False]), None, keys_for(4))
+    assert logits.isfinite().all()
+    logits.square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("length", [1, 2, 19, 20, 21, 90])
+def test_any_row_length(kind, length: int):
+    """Also beyond max_position_embeddings (20 here); a row's beginning is the same in a longer row."""
+    model = make_model(kind).eval()
+    input_ids = make_inputs(2, 90)[0]
+    documents = torch.zeros_like(input_ids)
+    longest = model.encode(input_ids, documents, True)
+    hidden = model.encode(input_ids[:, :length], documents[:, :length], True)
+    assert hidden.shape == (2, length, 32)
+    torch.testing.assert_close(hidden, longest[:, :length], rtol=1e-4, atol=1e-5)
+
+
+# Dropout
+
+
+def test_a_row_drops_the_same_in_any_batch(kind):
+    model = make_model(kind, dropout=0.2).train()
+    input_ids, document_ids = make_inputs(6)
+    causal = torch.tensor([True, False, True, False, False, True])
+    keys = keys_for(6)
+    positions = torch.tensor([3, 20, 40, 41, 90, 107])  # rows 0, 1, 2, 2, 5, 5
+    whole = model(input_ids, document_ids, causal, positions, keys)
+    everything = model(input_ids, document_ids, causal, None, keys)
+    torch.testing.assert_close(everything.flatten(0, 1)[positions], whole, rtol=1e-5, atol=1e-6)
+    rows = torch.tensor([5, 2])
+    subset = DropoutKeys(keys.rows[rows], keys.step)
+    hidden = model.encode(input_ids, document_ids, causal, keys)[rows]
+    part = model.encode(input_ids[rows], document_ids[rows], causal[rows], subset)
+    assert (part - hidden).abs().max() < 1e-6 * hidden.abs().max()
+    # the same targets, at their places in the smaller batch
+    logits = model(input_ids[rows], document_ids[rows], causal[rows], torch.tensor([0, 17, 18 + 4, 18 + 5]), subset)
+    torch.testing.assert_close(logits[[0, 1]], whole[[4, 5]], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits[[2, 3]], whole[[2, 3]], rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_is_on_in_training_alone(kind):
+    model = make_model(kind, dropout=0.2)
+    input_ids, document_ids = make_inputs()
+    arguments = (input_ids, document_ids, False, None)
+    model.eval()
+    assert torch.equal(model(*arguments, keys_for(4)), model(*arguments))
+    hidden = model.encode(input_ids, document_ids, False)
+    assert torch.equal(model.predict(hidden), model.predict(hidden))
+    still = model(*arguments)
+    model.train()
+    assert torch.equal(model(*arguments, keys_for(4)), model(*arguments, keys_for(4)))
+    assert (model(*arguments, keys_for(4)) - still).abs().max() > 1e-2
+    assert not torch.equal(model(*arguments), model(*arguments)), "without keys, fresh ones are drawn"
+    assert not torch.equal(model.predict(hidden), model.predict(hidden))
+    torch.manual_seed(5)
+    first = model(*arguments)
+    torch.manual_seed(5)
+    assert torch.equal(first, model(*arguments)), "from PyTorch's generator"
+    other_step = DropoutKeys(keys_for(4).rows, torch.tensor(12))
+    assert not torch.equal(model(*arguments, keys_for(4)), model(*arguments, other_step))
+
+
+def test_every_place_of_dropout_has_a_site_of_its_own(kind, monkeypatch):
+    sites = []
+
+    def record(name: str) -> None:
+        original = getattr(model_module, name)
+
+        def recorded(states, site, *rest):
+            sites.append(site)
+            return original(states, site, *rest)
+
+        monkeypatch.setattr(model_module, name, recorded)
+
+    record("token_keys")
+    record("head_keys")
+    make_model(kind, dropout=0.1).train()(*make_inputs(), True)
+    # Embedding and head; in each of two layers attention's and the feed-forward's output, and with relative positions
+    # also the position table and the probabilities.
+    assert len(sites) == len(set(sites)) == 2 + 2 * (4 if kind[1] == "relative" else 2)
+
+
+# Head
+
+
+def test_forward_is_encode_and_predict(kind):
+    model = make_model(kind).eval()
+    input_ids, document_ids = make_inputs()
+    positions = torch.tensor([70, 3, 3, 18])
+    hidden = model.encode(input_ids, document_ids, True)
+    everything = model.predict(hidden)
+    assert everything.shape == (4, 18, 60)
+    torch.testing.assert_close(model(input_ids, document_ids, True), everything)
+    torch.testing.assert_close(model(input_ids, document_ids, True, positions), everything.flatten(0, 1)[positions])
+
+
+def test_no_targets_at_all_still_reaches_every_parameter(kind):
+    model = make_model(kind, dropout=0.1).train()
+    logits = model(*make_inputs(), True, torch.empty(0, dtype=torch.int64), keys_for(4))
+    assert logits.shape == (0, 60)
+    F.cross_entropy(logits, torch.empty(0, dtype=torch.int64), reduction="sum").backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+# Precision and compilation
+
+
+def test_bf16_autocast_is_close_to_float32(kind):
+    model = make_model(kind).train()
+    input_ids, document_ids = make_inputs()
+    causal = torch.tensor([True, False, True, False])
+    results = []
+    for enabled in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            logits = model(input_ids, document_ids, causal)
+        assert logits.dtype == (torch.bfloat16 if enabled else torch.float32)
+        F.cross_entropy(logits.float().flatten(0, 1), input_ids.flatten()).backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        assert gradients.dtype == torch.float32
+        results.append((logits.detach().float(), gradients))
+    for exact, rounded in zip(*results, strict=True):
+        assert 0 < (exact - rounded).norm() / exact.norm() < 0.05
+
+
+def test_compiled_model_is_the_same(kind):
+    """One graph without breaks, for forward and backward, with dropout and flags by row."""
+    model = make_model(kind, dropout=0.1).train()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    causal = torch.tensor([True, False, True, False])
+    positions = torch.tensor([1, 5, 30, 71])
+    results = []
+    for forward in (model, compiled):
+        model.zero_grad()
+        logits = forward(*make_inputs(), causal, positions, keys_for(4))
+        logits.square().mean().backward()
+        results.append([logits.detach()] + [p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for eager, graph in zip(*results, strict=True):
+        assert (graph - eager).norm() <= 1e-5 * eager.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_cuda_agrees_with_the_cpu_and_never_waits(kind):
+    model = make_model(kind, dropout=0.1).train()
+    input_ids, document_ids = make_inputs()
+    causal = torch.tensor([True, False, True, False])
+    positions = torch.tensor([1, 5, 30, 71])
+    expected = model(input_ids, document_ids, causal, positions, keys_for(4))
+    model.cuda()
+    arguments = [x.cuda() for x in (input_ids, document_ids, causal, positions)]
+    keys = DropoutKeys(*(key.cuda() for key in keys_for(4)))
+    model(*arguments, keys).square().sum().backward()  # libraries are set up on first use
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        logits = model(*arguments, keys)
+        logits.square().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(logits.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+# Weights and state
+
+
+def test_nothing_but_parameters_is_saved(kind):
+    model = make_model(kind)
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+    assert not list(model.buffers())
+    names = " ".join(model.state_dict())
+    assert ("relative" in names) == (kind[1] == "relative")
+    assert ("alphas" in names) == ("in_proj_vg" in names) == (kind[0] == "gpt-bert")
+
+
+def test_initialisation():
+    model = make_model(hidden_size=64, intermediate_size=96, num_hidden_layers=3)
+    std = (2 / (5 * 64)) ** 0.5
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            layer = int(name.split(".")[2]) if "mlp_layers" in name else None
+            scale = 1.0 if layer is None else (1 / (2 * (1 + layer))) ** 0.5
+            assert parameter.abs().max() <= 2 * std * scale * (1 + 1e-6), name
+            # a normal cut at two standard deviations keeps 0.8796 of its standard deviation
+            assert float(parameter.detach().std() / (0.8796 * std * scale)) == pytest.approx(1, abs=0.1), name
+            assert abs(parameter.mean()) < 0.1 * std, name
+        elif "layer_norm.weight" in name:
+            assert torch.equal(parameter, torch.ones_like(parameter))
+        elif "alphas" not in name:
+            assert not parameter.any(), name
+    untouched = GPTBert(model.config)
+    for index, alpha in enumerate(untouched.transformer.dwa_modules.alphas):  # type: ignore[union-attr]
+        assert alpha.tolist() == [0.0] * (index + 1) + [1.0]
+
+
+def test_initialisation_is_decided_by_the_generator():
+    config = ModelConfig.from_dict(SIZES)
+    first, again = (GPTBert(config, torch.Generator().manual_seed(1)) for _ in range(2))
+    other = GPTBert(config, torch.Generator().manual_seed(2))
+    for a, b, c in zip(first.parameters(), again.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert a.ndim == 1 or not torch.equal(a, c)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("tiny", 1.4), ("small", 30), ("base", 119), ("large", 415)])
+def test_configurations_in_the_repository(name: str, millions: float):
+    config = ModelConfig.from_json(CONFIGS / f"{name}.json")
+    with torch.device("meta"):
+        model = build_model(config)
+    assert isinstance(model, GPTBert)
+    assert model.num_parameters() / 1e6 == pytest.approx(millions, rel=0.02)
+    assert model.config == config
+    assert config.attention_probs_dropout_prob == config.hidden_dropout_prob == 0.1
+
+
+# Configuration
+
+
+def test_configuration_round_trip(tmp_path: Path):
+    config = ModelConfig.from_dict(SIZES | {"model_type": "ltg-bert", "position_embedding": "rope", "rope_theta": 5e4})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_dict()))
+    assert ModelConfig.from_json(path) == config
+    model = build_model(config)
+    assert type(model) is LTGBert
+    assert model.config == config
+    assert GPTBert(config).config.model_type == "gpt-bert"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 33}, "hidden_size 33 is not a multiple of num_attention_heads 2"),
+        ({"hidden_size": 0}, "hidden_size is 0; it must be at least 1"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers is -2"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'; it must be a whole number"),
+        ({"vocab_size": 60.5}, "vocab_size is 60.5; it must be a whole number"),
+        ({"num_attention_heads": True}, "num_attention_heads is True"),
+        ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob is 1.0; it must be at least 0 and below 1"),
+        ({"attention_probs_dropout_prob": -0.1}, "attention_probs_dropout_prob is -0.1"),
+        ({"layer_norm_eps": 0}, "layer_norm_eps is 0; it must be above 0"),
+        ({"position_embedding": "sine"}, 'position_embedding is "sine"; choose "relative" or "rope"'),
+        ({"position_embedding": "rope", "hidden_size": 30}, "heads of 15 features"),
+        ({"position_bucket_size": 1}, "position_bucket_size is 1; it must be at least 2"),
+        ({"max_position_embeddings": 4}, "max_position_embeddings is 4; with position_bucket_size 6 it must be at"),
+        ({"model_type": "bert"}, 'model_type is "bert"; choose'),
+        ({"hidden_sizes": 32}, 'unknown key "hidden_sizes"; did you mean "hidden_size"?'),
+        ({"zzz": 1}, 'unknown key "zzz"; the keys are hidden_size, '),
+    ],
+)
+def test_impossible_configurations(tmp_path: Path, changes: dict, message: str):
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(SIZES | changes))
+    with pytest.raises(ModelConfigError) as caught:
+        ModelConfig.from_json(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable_configurations(tmp_path: Path):
+    path = tmp_path / "config.json"
+    with pytest.raises(ModelConfigError, match="there is no such model configuration"):
+        ModelConfig.from_json(path)
+    with pytest.raises(ModelConfigError, match="cannot be read"):
+        ModelConfig.from_json(tmp_path)
+    for content, message in (
+        (b"{", "is not a JSON file"),
+        (b"\xff\xfe\x00", "is not a JSON file"),
+        (b"[1]", "holds no JSON object"),
+        (json.dumps({k: v for k, v in SIZES.items() if k != "vocab_size"}).encode(), '"vocab_size" is missing'),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ModelConfigError, match=message):
+            ModelConfig.from_json(path)
+
+
+def test_configuration_is_frozen():
+    config = ModelConfig.from_dict(SIZES)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.hidden_size = 64  # type: ignore[misc]
+
+
+def test_inputs_of_different_shapes_are_refused():
+    model = make_model()
+    with pytest.raises(ValueError, match=r"input_ids of shape \(2, 5\) and document_ids of shape \(2, 4\)"):
+        model.encode(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64), True)

@@ -1,0 +1,323 @@
+"""Finding input files, cutting them into chunks, parsing chunks into documents."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import tempfile
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preprocessing import corpora
+from preprocessing.corpora import CorpusError, InputFile, Position, find_inputs, read_chunks
+from preprocessing.documents import parse_chunk
+
+DOCUMENTS = ["One line.", "Two\nlines — é 🙂", "  indented\n\ttab ", "x" * 300, "</s><mask>"]
+
+
+def documents_of(files: Sequence[InputFile], start: Position | None = None, **options) -> list[str]:
+    """All documents, parts joined."""
+    found: list[str] = []
+    for chunk in read_chunks(files, options.get("text_field", "text"), start):
+        texts, _ = parse_chunk(chunk, **options)
+        if chunk.opens:
+            found += texts
+        else:
+            assert len(texts) == 1
+            found[-1] += texts[0]
+    return found
+
+
+def read(path: Path, **options) -> list[str]:
+    return documents_of(find_inputs([path]), **options)
+
+
+def write_parquet(path: Path, values: list, column: str = "text", kind=None, **options) -> None:
+    table = pyarrow.table({"number": list(range(len(values))), column: pyarrow.array(values, kind)})
+    pyarrow.parquet.write_table(table, path, **options)
+
+
+# Finding files
+
+
+def test_folders_globs_and_order(tmp_path):
+    names = ["b.txt", "a/z.jsonl.gz", "a/y.txt.zst", "a/note.md", "c.parquet", ".hidden/d.txt", "d.train", "D.TXT"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = find_inputs([tmp_path])
+    assert [file.name for file in found] == ["D.TXT", "a/y.txt.zst", "a/z.jsonl.gz", "b.txt", "c.parquet"]
+    assert [(file.kind, file.compression) for file in found] == [
+        *(("text", ""), ("text", ".zst"), ("jsonl", ".gz"), ("text", ""), ("parquet", "")),
+    ]
+    assert [file.name for file in find_inputs([tmp_path / "b.txt", tmp_path / "a"])] == [
+        "b.txt",
+        "y.txt.zst",
+        "z.jsonl.gz",
+    ]
+    assert [file.name for file in find_inputs([f"{tmp_path}/*.t*"])] == ["b.txt", "d.train"]
+    assert [file.name for file in find_inputs([f"{tmp_path}/**/*.gz"])] == ["z.jsonl.gz"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["none"], "--input none does not exist"),
+        (["*.txt"], "matches no file"),
+        (["folder"], "holds no .txt"),
+        (["folder/x.md"], "has no known format"),
+        (["x.parquet.gz"], "has no known format"),
+        (["one.jsonl", "*.jsonl"], "names one.jsonl twice"),
+    ],
+)
+def test_inputs_that_are_refused(tmp_path, monkeypatch, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    for name in ("folder/x.md", "x.parquet.gz", "one.jsonl"):
+        Path(name).touch()
+    with pytest.raises(CorpusError, match=sentence.replace("*", r"\*")):
+        find_inputs(arguments)
+
+
+# What a document is
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("a\nb\n\nc\n", ["a\nb", "c"]),
+        ("\n\n \n a \n\n\n\nb", [" a ", "b"]),
+        ("a\r\nb\r\n\r\nc\r\n", ["a\nb", "c"]),
+        ("a\n \t\x0b\x0c\r\nb\n   ", ["a", "b"]),
+        ("a\rb\n\u2028\nc", ["a\rb\n\u2028\nc"]),  # only ASCII white space makes a line blank
+        ("", []),
+        ("\n \n\t", []),
+        ("\ufeffa", ["a"]),
+        ("a  ", ["a  "]),
+    ],
+)
+def test_text(tmp_path, content, expected):
+    (tmp_path / "x.txt").write_bytes(content.encode())
+    assert read(tmp_path / "x.txt") == expected
+
+
+def test_jsonl_keeps_text_exactly(tmp_path):
+    texts = ["a", "", " b \n\n", "\u00e9\U0001f642\0", "\\u0041"]
+    lines = [json.dumps(texts[0]), "", json.dumps({"text": texts[1]}), " \t"]
+    lines += [json.dumps({"id": [1], "text": text}, ensure_ascii=False) for text in texts[2:]]
+    (tmp_path / "x.jsonl").write_text("\ufeff" + "\n".join(lines))
+    assert read(tmp_path / "x.jsonl") == texts
+    (tmp_path / "y.jsonl").write_text('{"content": "c", "text": 3}\n')
+    assert read(tmp_path / "y.jsonl", text_field="content") == ["c"]
+
+
+def test_all_formats_give_the_same_documents(tmp_path):
+    text = "\n\n".join(DOCUMENTS).encode() + b"\n"
+    jsonl = "".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS).encode()
+    for name, content in (("x.txt", text), ("x.jsonl", jsonl)):
+        (tmp_path / name).write_bytes(content)
+        half = len(content) // 2  # two gzip members, two zstd frames: what `cat a.gz b.gz` gives
+        parts = content[:half], content[half:]
+        (tmp_path / f"{name}.gz").write_bytes(b"".join(map(gzip.compress, parts)))
+        (tmp_path / f"{name}.zst").write_bytes(b"".join(map(zstandard.ZstdCompressor().compress, parts)))
+        for suffix in ("", ".gz", ".zst"):
+            assert read(tmp_path / f"{name}{suffix}") == DOCUMENTS
+    for number, kind in enumerate((pyarrow.string(), pyarrow.large_string())):
+        write_parquet(tmp_path / f"{number}.parquet", DOCUMENTS, kind=kind, row_group_size=2)
+        assert read(tmp_path / f"{number}.parquet") == DOCUMENTS
+    write_parquet(tmp_path / "d.parquet", DOCUMENTS * 2, column="body", use_dictionary=["body"])
+    assert read(tmp_path / "d.parquet", text_field="body") == DOCUMENTS * 2
+    dictionary = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
+    write_parquet(tmp_path / "e.parquet", DOCUMENTS, kind=dictionary)
+    assert read(tmp_path / "e.parquet") == DOCUMENTS
+
+
+# Malformed lines
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("x.jsonl", b'"a"\n\n{"text": "b"\n"c"', r"line 3: not valid JSON \("),
+        ("x.jsonl", b'"a"\n{"body": "b"}\n"c"', r"line 2: the object has no field 'text' \(--text_field\)"),
+        ("x.jsonl", b'"a"\n{"text": ["b"]}\n"c"', "line 2: the text is list, not a string"),
+        ("x.jsonl", b'"a"\n{"text": null}\n"c"', "line 2: the text is NoneType, not a string"),
+        ("x.jsonl", b'"a"\n7\n"c"', "line 2: the text is int, not a string"),
+        ("x.jsonl", b'"a"\n"\xff"\n"c"', "line 2: byte 2 is not valid UTF-8"),
+        ("x.jsonl", b'"a"\n"\\ud800"\n"c"', "line 2: the text has half a surrogate pair"),
+        ("x.jsonl", b'"a"\n' + b"[" * 100_000 + b'\n"c"', "line 2: not valid JSON"),
+        ("x.txt", b"a\n\nb\xff\n\nc", "line 3: byte 2 is not valid UTF-8"),
+        ("x.txt", b"a\n\xe9\n\nc", "line 2: byte 1 is not valid UTF-8"),
+    ],
+)
+def test_malformed_lines(tmp_path, name, content, problem):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CorpusError, match=rf"{name}, {problem}.*; mend it or add --skip_bad_lines$"):
+        read(tmp_path / name)
+    parsed = [parse_chunk(chunk, skip_bad_lines=True) for chunk in read_chunks(find_inputs([tmp_path / name]))]
+    assert [text for texts, _ in parsed for text in texts] == ["a", "c"]
+    assert sum(bad for _, bad in parsed) == 1
+
+
+def test_malformed_rows(tmp_path):
+    binary = pyarrow.array([b"a", b"\xff\xfe", None, b"c"], pyarrow.binary())
+    invalid = pyarrow.Array.from_buffers(pyarrow.string(), 4, binary.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": invalid}), tmp_path / "x.parquet")
+    (chunk,) = read_chunks(find_inputs([tmp_path / "x.parquet"]))
+    with pytest.raises(CorpusError, match=r"x\.parquet, row 2: byte 1 is not valid UTF-8"):
+        parse_chunk(chunk)
+    assert parse_chunk(chunk, skip_bad_lines=True) == (["a", "c"], 2)
+
+
+def test_line_numbers_across_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "CHUNK_BYTES", 64)
+    (tmp_path / "x.jsonl").write_text('"some text"\n' * 99 + "bad\n" + '"more"\n' * 50)
+    (tmp_path / "x.txt").write_bytes(b"some text\n\n" * 99 + b"\xff\n" + b"more\n\n" * 50)
+    for name, number in (("x.jsonl", 100), ("x.txt", 199)):
+        with pytest.raises(CorpusError, match=f"line {number}: "):
+            read(tmp_path / name)
+
+
+def test_very_long_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(corpora, "LINE_BYTES", 1 << 20)
+    for rest in ('\n"c"\n', "\n", ""):
+        (tmp_path / "x.jsonl").write_text('"a"\n"' + "b" * 3_000_000 + '"' + rest)
+        with pytest.raises(CorpusError, match="line 2: is longer than 1 MiB"):
+            read(tmp_path / "x.jsonl")
+        assert read(tmp_path / "x.jsonl", skip_bad_lines=True) == (["a", "c"] if "c" in rest else ["a"])
+    (tmp_path / "x.jsonl").write_text('"' + "b" * 1_000_000 + '"')
+    assert len(read(tmp_path / "x.jsonl")[0]) == 1_000_000
+
+
+# Files that cannot be read
+
+
+def test_damaged_files(tmp_path):
+    content = "\n\n".join(str(number) for number in range(100_000)).encode()
+    zstd = zstandard.ZstdCompressor(write_checksum=True)  # as the command-line tool does
+    for name, compress in (("x.txt.gz", gzip.compress), ("x.txt.zst", zstd.compress)):
+        whole = compress(content)
+        for damaged in (whole[: len(whole) // 2], whole[:1000] + b"damage" + whole[1006:], b"no compression at all"):
+            (tmp_path / name).write_bytes(damaged)
+            with pytest.raises(CorpusError, match=rf"{name} is damaged or truncated"):
+                read(tmp_path / name)
+        (tmp_path / name).write_bytes(whole + compress(b""))  # an empty frame at the end is no damage
+        assert read(tmp_path / name) == content.decode().split("\n\n")
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(CorpusError, match=r"x\.parquet is damaged or not Parquet"):
+        read(tmp_path / "x.parquet")
+
+
+def test_parquet_columns(tmp_path):
+    write_parquet(tmp_path / "x.parquet", ["a"], column="body")
+    with pytest.raises(CorpusError, match="no column 'text'; set --text_field to one of number, body"):
+        read(tmp_path / "x.parquet")
+    with pytest.raises(CorpusError, match="column 'number' holds int64, not text"):
+        read(tmp_path / "x.parquet", text_field="number")
+
+
+@pytest.mark.parametrize(("name", "package"), [("x.txt.zst", "zstandard"), ("x.parquet", "pyarrow")])
+def test_missing_packages(tmp_path, monkeypatch, name, package):
+    (tmp_path / name).write_bytes(b"")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(CorpusError, match=rf"{name} needs a package .*pip install {package}"):
+        read(tmp_path / name)
+
+
+# Chunks
+
+
+def reference(content: bytes) -> list[str]:
+    """Documents of a text file, the slow and plain way."""
+    documents: list[list[str]] = [[]]
+    for line in content.decode().replace("\r\n", "\n").split("\n"):
+        if line.strip(" \t\r\x0b\x0c"):
+            documents[-1].append(line)
+        else:
+            documents.append([])
+    return ["\n".join(lines) for lines in documents if lines]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    content=st.lists(st.sampled_from(["a", "b d", "é", "🙂x ", " ", "\t", "\n", "\n\n", "\r\n", "\n \n"])).map("".join),
+    chunk_bytes=st.integers(1, 40),
+    document_bytes=st.integers(40, 60),
+)
+def test_chunks_of_text_change_nothing(content, chunk_bytes, document_bytes):
+    data = content.encode()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpora, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(corpora, "DOCUMENT_BYTES", document_bytes)
+        paths = [Path(folder, "x.txt"), Path(folder, "y.txt.gz")]
+        paths[0].write_bytes(data)
+        paths[1].write_bytes(gzip.compress(data))
+        files = find_inputs(paths)
+        chunks = list(read_chunks(files))
+        assert b"".join(chunk.payload for chunk in chunks) == data * 2
+        assert documents_of(files) == reference(data) * 2
+        for number, chunk in enumerate(chunks):  # every position is one to go on from
+            assert [c.payload for c in read_chunks(files, start=chunk.end)] == [c.payload for c in chunks[number + 1 :]]
+
+
+def test_where_a_long_document_is_cut_depends_on_itself_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "CHUNK_BYTES", 50)
+    monkeypatch.setattr(corpora, "DOCUMENT_BYTES", 200)
+    long = "\n".join(f"line {number} of a long document" for number in range(60))
+    cuts = set()
+    for before in range(0, 120, 7):
+        (tmp_path / "x.txt").write_text("y" * before + "\n\n" * (before > 0) + long + "\n\nend")
+        parts = [
+            chunk.payload
+            for chunk in read_chunks(find_inputs([tmp_path / "x.txt"]))
+            if not (chunk.opens and chunk.closes)
+        ]
+        assert b"".join(parts).decode().rstrip("\n") == long
+        cuts.add(tuple(part.rstrip(b"\n") for part in parts))
+    assert len(cuts) == 1
+    assert len(cuts.pop()) > 5
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.zst", "x.parquet"])
+def test_going_on_from_any_position(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(corpora, "CHUNK_BYTES", 100)
+    texts = [f"document {number} " * (number % 7) for number in range(300)]
+    if name == "x.parquet":
+        write_parquet(tmp_path / name, texts, row_group_size=70)
+    else:
+        content = "".join(json.dumps(text) + "\n" for text in texts).encode()
+        (tmp_path / name).write_bytes(zstandard.ZstdCompressor().compress(content) if "zst" in name else content)
+    (tmp_path / "z.txt").write_text("last")
+    files = find_inputs([tmp_path / name, tmp_path / "z.txt"])
+    chunks = list(read_chunks(files))
+    assert len(chunks) > 4
+    assert documents_of(files) == [*texts, "last"]
+    seen = 0
+    for chunk in chunks:
+        seen += len(parse_chunk(chunk)[0])
+        assert documents_of(files, start=chunk.end) == [*texts, "last"][seen:]
+    assert chunks[-2].progress == files[0].size
+
+
+def test_reading_takes_little_memory(tmp_path):
+    """Also where a whole file is one document, or one row group."""
+    line = "All happy families are alike; every unhappy family is unhappy in its own way.\n"
+    (tmp_path / "x.txt").write_text(line * 400_000)
+    (tmp_path / "y.txt.gz").write_bytes(gzip.compress((line * 400_000).encode(), 1))
+    for name in ("x.txt", "y.txt.gz"):
+        tracemalloc.start()
+        total = sum(chunk.num_bytes for chunk in read_chunks(find_inputs([tmp_path / name])))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert total == len(line) * 400_000
+        assert peak < 20e6

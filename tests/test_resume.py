@@ -1,0 +1,206 @@
+"""A run that is cut off anywhere and resumed anywhere is the run that would have been."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from runs import command, environment, flags, make_inputs, run, training_lines
+
+from training.checkpoint import find_newest, list_checkpoints, locate
+from training.metrics import read_metrics
+
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("resume") / "inputs")
+
+
+@pytest.fixture(scope="module")
+def whole(inputs, tmp_path_factory) -> Path:
+    """The run that nothing disturbed."""
+    output = tmp_path_factory.mktemp("whole")
+    run(flags(inputs, output, save_every=4))
+    return output / "run"
+
+
+def assert_same_run(whole: Path, other: Path) -> None:
+    expected, found = training_lines(whole), training_lines(other)
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    for a, b in zip(expected, found, strict=True):
+        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-5), a["step"]
+        assert b["stats/learning_rate"] == a["stats/learning_rate"]
+    a, b = locate(whole), locate(other)
+    assert a.step == b.step == STEPS
+    for part in ("model", "ema", "optimizer"):
+        left, right = a.tensors(part), b.tensors(part)
+        assert left.keys() == right.keys()
+        for key in left:
+            assert (left[key] - right[key]).norm() / left[key].norm().clamp(min=1e-6) < 1e-3, (part, key)
+
+
+def start(arguments: list[str], ranks: int) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(arguments, ranks),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def kill_when(process: subprocess.Popen, condition, number: int = signal.SIGKILL) -> str:
+    """Send a signal to all processes of a run as soon as `condition()` holds; returns what they printed."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run never got there"
+        time.sleep(0.005)
+    for one in processes(process):
+        one.send_signal(number)
+    return process.communicate(timeout=120)[0]
+
+
+def processes(run: subprocess.Popen) -> list[psutil.Process]:
+    """The launcher and the ranks, which torchrun puts into sessions of their own."""
+    launcher = psutil.Process(run.pid)
+    return [launcher, *launcher.children(recursive=True)]
+
+
+def steps_done(folder: Path) -> int:
+    return max((line["step"] for line in read_metrics(folder / "metrics.jsonl")), default=0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (4, 2)])
+def test_killed_anywhere_and_resumed_on_another_number_of_ranks(inputs, whole, tmp_path, before, after):
+    target = random.Random(before).randrange(6, 25)
+    arguments, folder = flags(inputs, tmp_path, save_every=4), tmp_path / "run"
+    kill_when(start(arguments, before), lambda: steps_done(folder) >= target)
+    assert locate(folder).step < STEPS
+    run(arguments, after)
+    assert_same_run(whole, folder)
+
+
+def test_killed_inside_a_save(inputs, whole, tmp_path):
+    """Killed while the temporary folder of a save exists: the save before it counts, and the rubbish goes."""
+    arguments, folder = flags(inputs, tmp_path, save_every=4), tmp_path / "run"
+    checkpoints = folder / "checkpoints"
+    kill_when(start(arguments, 0), lambda: list_checkpoints(checkpoints) and list(checkpoints.glob(".tmp_step_*")))
+    run(arguments)
+    assert not [path for path in checkpoints.iterdir() if path.name.startswith(".")]
+    assert_same_run(whole, folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_exits_with_the_command_that_resumes(inputs, whole, tmp_path, number):
+    arguments, folder = flags(inputs, tmp_path, save_every=0), tmp_path / "run"
+    process = start(arguments, 0)
+    said = kill_when(process, lambda: steps_done(folder) >= 5, number)
+    assert process.returncode == 0, said
+    step = locate(folder).step
+    assert 5 <= step < STEPS
+    assert f"stopped by {signal.Signals(number).name} after step {step}" in said
+    resume = said.split("go on with: ")[1].splitlines()[0]
+    assert "train_single_gpu.py" in resume
+    assert resume.endswith("--resume auto")
+    run(arguments)
+    assert_same_run(whole, folder)
+
+
+def test_one_rank_signalled_stops_all(inputs, whole, tmp_path):
+    arguments, folder = flags(inputs, tmp_path, save_every=0), tmp_path / "run"
+    process = start(arguments, 2)
+
+    def workers() -> list[int]:
+        found = subprocess.run(
+            ["pgrep", "-g", str(process.pid), "-f", "train_multi_gpu"], capture_output=True, text=True
+        )
+        return [int(pid) for pid in found.stdout.split() if int(pid) != process.pid]
+
+    deadline = time.monotonic() + 120
+    while steps_done(folder) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ranks = [one for one in processes(process)[1:] if "train_multi_gpu.py" in " ".join(one.cmdline())]
+    assert len(ranks) == 2
+    ranks[1].send_signal(signal.SIGUSR1)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    assert "stopped by SIGUSR1" in said
+    run(arguments, 0)
+    assert_same_run(whole, folder)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "record"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(inputs, whole, tmp_path, damage):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    newest = folder / "checkpoints" / "step_00000028"
+    shutil.rmtree(folder / "checkpoints" / "step_00000030")
+    victim = newest / ("checkpoint.json" if damage == "record" else "optimizer.safetensors")
+    content = victim.read_bytes()
+    if damage in ("truncate", "record"):
+        victim.write_bytes(content[: len(content) // 2])
+    elif damage == "flip":
+        victim.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+    else:
+        victim.unlink()
+    done = run(flags(inputs, tmp_path, save_every=4))
+    assert str(newest) in done.stdout
+    assert "damaged" in done.stdout
+    assert "steps 24 -> 30" in done.stdout
+    assert_same_run(whole, folder)
+
+
+def test_a_finished_run_has_nothing_to_do(inputs, whole):
+    before = sorted((path, path.stat().st_mtime_ns) for path in whole.rglob("*") if path.is_file())
+    done = run(flags(inputs, whole.parent, save_every=4))
+    assert "nothing to do" in done.stdout
+    assert sorted((path, path.stat().st_mtime_ns) for path in whole.rglob("*") if path.is_file()) == before
+
+
+def test_a_used_folder_is_refused_unless_the_run_resumes(inputs, whole):
+    done = run(flags(inputs, whole.parent, save_every=4, resume="never"), check=False)
+    assert done.returncode == 2
+    assert "holds a run already" in done.stderr
+    done = run(flags(inputs, whole.parent, save_every=4, learning_rate=5e-3), check=False)
+    assert done.returncode == 2
+    assert "--learning_rate was 0.01 and is now 0.005" in done.stderr
+
+
+def test_a_run_can_branch_off(inputs, whole, tmp_path):
+    checkpoint = whole / "checkpoints" / "step_00000012"
+    done = run(flags(inputs, tmp_path, "branch", learning_rate=5e-3, resume=checkpoint))
+    assert "branching off with a change: --learning_rate was 0.01 and is now 0.005" in done.stdout
+    lines = training_lines(tmp_path / "branch")
+    assert [line["step"] for line in lines] == list(range(13, STEPS + 1))
+    assert lines[0]["stats/learning_rate"] < training_lines(whole)[12]["stats/learning_rate"]
+
+
+def test_what_is_kept(inputs, tmp_path):
+    run(flags(inputs, tmp_path, save_every=5, save_steps="3,7", keep_last=2))
+    kept = [int(path.name[5:]) for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert kept == [30, 25, 7, 3]
+    assert find_newest(tmp_path / "run" / "checkpoints")[1] == []
+
+
+def test_two_processes_cannot_train_in_one_folder(inputs, tmp_path):
+    arguments = flags(inputs, tmp_path, max_steps=2000)
+    process = start(arguments, 0)
+    deadline = time.monotonic() + 120
+    while steps_done(tmp_path / "run") < 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    try:
+        done = run(arguments, check=False)
+        assert done.returncode == 2
+        assert "another process is training" in done.stderr
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,181 @@
+"""Token streams: every token once per epoch, in a keyed order, whatever the range that is read."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.corpus import OCCURRENCE_SHIFT, Corpus, CorpusError, TokenStream
+from data.hashing import Permutation, fold, fold_numpy, fold_torch, signed
+from data.shards import ShardError, write_shard
+
+HASH = "ab" * 32
+BOS, EOS = 1, 2
+
+
+def write_documents(folder: Path, lengths: list[list[int]]) -> list[np.ndarray]:
+    """One shard per list of lengths; tokens count up from 16 so that each is known by its value."""
+    documents, value = [], 16
+    for number, shard_lengths in enumerate(lengths):
+        shard = []
+        for length in shard_lengths:
+            shard.append(np.arange(value, value + length))
+            value += length
+        write_shard(folder / f"part_{number}.shard", shard, tokenizer_hash=HASH, vocab_size=1 << 20)
+        documents += shard
+    return documents
+
+
+def open_corpus(path, eos: int | None = EOS) -> Corpus:
+    return Corpus(path, tokenizer_hash=HASH, bos_id=BOS, eos_id=eos)
+
+
+def epoch_tokens(stream: TokenStream, epoch: int) -> np.ndarray:
+    corpus = stream.corpus
+    begin, end = corpus.tokens_before_epoch(epoch), corpus.tokens_before_epoch(epoch + 1)
+    return stream.read(begin, end - begin)[0]
+
+
+def split_documents(tokens: np.ndarray) -> list[tuple[int, ...]]:
+    """The documents of an epoch, checked for their opening and closing tokens."""
+    starts = np.flatnonzero(tokens == BOS)
+    assert starts[0] == 0
+    parts = np.split(tokens, starts[1:])
+    assert all(part[-1] == EOS for part in parts)
+    return [tuple(part[1:-1].tolist()) for part in parts]
+
+
+@given(st.integers(1, 400), st.integers(0, 2**64 - 1))
+def test_permutation_is_a_bijection(size, key):
+    assert sorted(Permutation(key, size)(np.arange(size)).tolist()) == list(range(size))
+
+
+def test_permutation_spreads_every_element_evenly():
+    size, keys = 10, 4000
+    counts = np.zeros((size, size))
+    for key in range(keys):
+        counts[np.arange(size), Permutation(fold(7, key), size)(np.arange(size))] += 1
+    expected = keys / size
+    assert ((counts - expected) ** 2 / expected).sum() < 81 + 5 * (
+        2 * 81
+    ) ** 0.5  # chi-squared with 81 degrees of freedom
+
+
+@given(st.integers(0, 2**64 - 1), st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=5))
+def test_hash_is_the_same_in_python_numpy_and_torch(key, counters):
+    import torch
+
+    expected = [fold(key, counter) for counter in counters]
+    assert fold_numpy(key, np.array(counters)).tolist() == expected
+    assert fold_torch(key, torch.tensor(counters)).tolist() == [signed(value) for value in expected]
+
+
+@pytest.mark.parametrize("lengths", [[[5, 1, 9, 3]], [[4, 4], [1], [7, 2, 2]], [[1] * 300, [2] * 200]])
+def test_every_epoch_holds_every_document_once_in_a_new_order(tmp_path, lengths):
+    documents = sorted(tuple(d.tolist()) for d in write_documents(tmp_path, lengths))
+    stream = TokenStream(open_corpus(str(tmp_path / "*.shard")), key=5)
+    orders = [split_documents(epoch_tokens(stream, epoch)) for epoch in range(3)]
+    assert all(sorted(order) == documents for order in orders)
+    if len(documents) > 6:
+        assert orders[0] != orders[1] != orders[2]
+    other = TokenStream(stream.corpus, key=6)
+    assert len(documents) < 6 or split_documents(epoch_tokens(other, 0)) != orders[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_range_equals_the_slice_of_the_whole(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("shards")
+    lengths = data.draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=90), min_size=1, max_size=3))
+    write_documents(folder, lengths)
+    eos = data.draw(st.sampled_from([EOS, None]))
+    stream = TokenStream(open_corpus(str(folder / "*.shard"), eos), key=data.draw(st.none() | st.integers(0, 99)))
+    total = stream.corpus.tokens_before_epoch(3)
+    whole, origins = stream.read(0, total, origins=True)
+    begin = data.draw(st.integers(0, total - 1))
+    count = data.draw(st.integers(1, total - begin))
+    part, part_origins = TokenStream(stream.corpus, stream._key).read(begin, count, origins=True)
+    np.testing.assert_array_equal(part, whole[begin : begin + count])
+    np.testing.assert_array_equal(part_origins, origins[begin : begin + count])
+
+
+def test_origins_name_the_token_and_its_earlier_uses(tmp_path):
+    documents = np.concatenate(write_documents(tmp_path, [[5, 3, 8], [2, 6]]))
+    corpus = open_corpus(str(tmp_path / "*.shard"))
+    tokens, origins = TokenStream(corpus, 3).read(0, corpus.tokens_before_epoch(3), origins=True)
+    stored = tokens >= 16
+    position, uses = origins & ((1 << OCCURRENCE_SHIFT) - 1), origins >> OCCURRENCE_SHIFT
+    np.testing.assert_array_equal(documents[position[stored]], tokens[stored])
+    ends = [corpus.tokens_before_epoch(epoch) for epoch in (1, 2)]
+    np.testing.assert_array_equal(uses[stored], np.searchsorted(ends, np.flatnonzero(stored), side="right"))
+
+
+def test_without_document_end_only_the_beginning_is_marked(tmp_path):
+    write_documents(tmp_path, [[3, 4]])
+    corpus = open_corpus(str(tmp_path / "part_0.shard"), eos=None)
+    tokens = TokenStream(corpus, None).read(0, 9)[0]
+    assert tokens.tolist() == [BOS, 16, 17, 18, BOS, 19, 20, 21, 22]
+
+
+@pytest.mark.parametrize("repeats", [(1, 3), (0.4, 1), (2.5, 0.25)])
+def test_mix_uses_each_source_in_proportion_and_all_documents_equally(tmp_path, repeats):
+    sources = []
+    for name, repeat in zip("ab", repeats, strict=True):
+        (tmp_path / name).mkdir()
+        write_documents(tmp_path / name, [[4] * 20])
+        sources.append({"path": f"{name}/*.shard", "repeat": repeat})
+    # Make the sources distinguishable by length instead of by value.
+    write_shard(tmp_path / "b/part_0.shard", [np.arange(500 + 6 * i, 506 + 6 * i) for i in range(20)], HASH, 1 << 20)
+    (tmp_path / "mix.json").write_text(json.dumps({"sources": sources}))
+    stream = TokenStream(open_corpus(tmp_path / "mix.json"), key=1)
+    epochs = 8
+    uses: Counter = Counter()
+    for epoch in range(epochs):
+        found = split_documents(epoch_tokens(stream, epoch))
+        assert sum(len(d) == 4 for d in found) == round(20 * repeats[0])
+        assert sum(len(d) == 6 for d in found) == round(20 * repeats[1])
+        uses.update(found)
+    for length, repeat in zip((4, 6), repeats, strict=True):
+        counts = [count for document, count in uses.items() if len(document) == length]
+        assert len(counts) == min(20, 20 * repeat * epochs)
+        assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "mix file"),
+        ("[]", "sources"),
+        ('{"sources": [{"repeat": 1}]}', "path"),
+        ('{"sources": [{"path": "x", "repeat": 0}]}', "repeat"),
+        ('{"sources": [{"path": "x", "weight": 2}]}', "weight"),
+    ],
+)
+def test_a_bad_mix_file_is_one_sentence(tmp_path, content, says):
+    path = tmp_path / "mix.json"
+    path.write_text(content)
+    with pytest.raises(CorpusError, match=says) as error:
+        open_corpus(path)
+    assert "\n" not in str(error.value)
+
+
+def test_identity_changes_with_the_data(tmp_path):
+    write_documents(tmp_path, [[5, 3]])
+    path = tmp_path / "part_0.shard"
+    first = open_corpus(path).identity()
+    assert open_corpus(path).identity() == first
+    assert open_corpus(path, eos=None).identity() != first
+    write_shard(path, [np.arange(17, 22), np.arange(30, 33)], HASH, 1 << 20)
+    assert open_corpus(path).identity() != first
+
+
+def test_a_shard_of_another_tokenizer_is_refused(tmp_path):
+    write_documents(tmp_path, [[5]])
+    with pytest.raises(ShardError, match="tokenizer"):
+        Corpus(tmp_path / "part_0.shard", tokenizer_hash="cd" * 32, bos_id=BOS, eos_id=EOS)

@@ -1,0 +1,208 @@
+"""Checkpoints: complete, atomic and never unpickled.
+
+A checkpoint is a folder `checkpoints/step_00001000/` of safetensors files, the model's configuration and tokenizer, and
+`checkpoint.json` with the size and SHA-256 of every other file. It is written under a temporary name, flushed to disk
+and renamed, so a folder with the final name is whole; what was damaged later is noticed by its checksum.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.shards import sha256_file, sync_folder, write_atomically
+from model import LTGBert, ModelConfig
+from model_extra import build_model
+
+FORMAT = 1
+RECORD = "checkpoint.json"
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written or used; the message names the folder and what to do."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A valid checkpoint on disk. `record` is the content of its checkpoint.json."""
+
+    path: Path
+    record: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when it was written."""
+        return int(self.record["step"])
+
+    def tensors(self, name: str, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+        """The tensors of `NAME.safetensors`."""
+        from safetensors.torch import load_file
+
+        return load_file(self.path / f"{name}.safetensors", device=str(device))
+
+
+def folder_name(step: int) -> str:
+    """Name of the checkpoint folder after `step` optimizer steps."""
+    return f"step_{step:08d}"
+
+
+def _no_space(error: BaseException) -> bool:
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
+
+
+def write_checkpoint(
+    parent: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, torch.Tensor]],
+    record: Mapping[str, Any],
+    files: Mapping[str, bytes],
+) -> Path:
+    """Write `parent/step_XXXXXXXX` and return it; an older folder of the same step is replaced at the end.
+
+    tensors: for each safetensors file its named tensors. record: facts for checkpoint.json. files: small files by name.
+    Raises CheckpointError where the disk is full or not writable; nothing that existed before is touched then.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    target, temporary = parent / folder_name(step), parent / f".tmp_{folder_name(step)}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        for name, content in tensors.items():
+            on_host = {key: value.detach().to("cpu").contiguous() for key, value in content.items()}
+            save_file(on_host, temporary / f"{name}.safetensors")
+        for name, data in files.items():
+            (temporary / name).write_bytes(data)
+        listing = {}
+        for path in sorted(temporary.iterdir()):
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+            listing[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        content = {"format": FORMAT, "step": step, **record, "files": listing}
+        write_atomically(temporary / RECORD, json.dumps(content, indent=1).encode())
+        old = parent / f".old_{folder_name(step)}"
+        if target.exists():
+            os.rename(target, old)
+        os.rename(temporary, target)
+        sync_folder(parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = "the disk is full" if _no_space(error) else str(error)
+        newest = next(iter(list_checkpoints(parent)), None)
+        kept = f"; {newest} is intact" if newest else ""
+        raise CheckpointError(
+            f"checkpoint {target} could not be written: {reason}{kept}. Free space or change --output_dir, then resume"
+        ) from error
+    return target
+
+
+def list_checkpoints(parent: Path) -> list[Path]:
+    """Checkpoint folders, newest first; whether they are whole is not looked at."""
+    if not parent.is_dir():
+        return []
+    found = [path for path in parent.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in folder `path`, every file checked against its checksum. Raises CheckpointError."""
+    try:
+        record = json.loads((path / RECORD).read_text(encoding="utf-8"))
+        files = record["files"]
+        if record["format"] != FORMAT:
+            raise CheckpointError(f"checkpoint {path} has format {record['format']}; this version reads {FORMAT}")
+        int(record["step"])
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint {path} has no {RECORD}: it is not a checkpoint, or incomplete") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"checkpoint {path} is damaged: {RECORD} cannot be read ({error})") from error
+    for name, facts in files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"checkpoint {path} is damaged: {name} is missing")
+        if file.stat().st_size != facts["bytes"]:
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
+            )
+        if sha256_file(file) != facts["sha256"]:
+            raise CheckpointError(f"checkpoint {path} is damaged: {name} does not match its checksum")
+    return Checkpoint(path, record)
+
+
+def find_newest(parent: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint in a folder of checkpoints, and a sentence for each newer one that is not."""
+    problems = []
+    for path in list_checkpoints(parent):
+        try:
+            return open_checkpoint(path), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    return None, problems
+
+
+def locate(path: str | Path) -> Checkpoint:
+    """The checkpoint meant by a checkpoint folder or a run folder (its newest whole one). Raises CheckpointError."""
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a folder; give a checkpoint (.../checkpoints/step_00001000) or a run folder"
+        )
+    if (path / "checkpoints").is_dir():
+        found, problems = find_newest(path / "checkpoints")
+        if found is None:
+            raise CheckpointError("; ".join(problems) or f"run folder {path} has no checkpoint yet")
+        return found
+    return open_checkpoint(path)
+
+
+def prune(parent: Path, keep_last: int, keep_steps: tuple[int, ...]) -> None:
+    """Delete all but the newest `keep_last` checkpoints (0 keeps all) and those of `keep_steps`."""
+    regular = [path for path in list_checkpoints(parent) if int(path.name[5:]) not in keep_steps]
+    for path in regular[keep_last:] if keep_last else []:
+        doomed = path.with_name(f".gone_{path.name}")  # renamed first: a half-deleted folder must not look like one
+        os.rename(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clean(parent: Path) -> None:
+    """Finish what an interrupted save or deletion left behind."""
+    for path in parent.glob(".old_step_*"):
+        whole = path.with_name(path.name.removeprefix(".old_"))
+        if not whole.exists():  # the save was cut off between its two renames: the older folder is still the good one
+            os.rename(path, whole)
+    for pattern in (".tmp_step_*", ".old_step_*", ".gone_step_*"):
+        for path in parent.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def load_model(path: str | Path, ema: bool = False, device: str | torch.device = "cpu"):
+    """Model (in evaluation mode), tokenizer and ModelConfig of a run folder or checkpoint.
+
+    `ema` takes the averaged weights. Raises CheckpointError.
+    """
+    from tokenizers import Tokenizer
+
+    checkpoint = locate(path)
+    config = ModelConfig.from_json(checkpoint.path / "config.json")
+    model: LTGBert = build_model(config)
+    name = "ema" if ema else "model"
+    if f"{name}.safetensors" not in checkpoint.record["files"]:
+        raise CheckpointError(f"checkpoint {checkpoint.path} has no {name}.safetensors")
+    model.load_state_dict(checkpoint.tensors(name))
+    tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
+    return model.to(device).eval(), tokenizer, config

@@ -1,0 +1,156 @@
+"""Where numbers go: metrics.jsonl always, wandb where wanted, one live line on the console."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from data.shards import write_atomically
+from training.config import ConfigError, TrainingConfig
+
+DEFAULT_PROJECT = "hybrid-pretraining"
+_LINE_SECONDS = 10.0  # between lines where the console is a file
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The objects of a metrics.jsonl; a last line that a crash cut off is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop what a metrics.jsonl holds beyond `step` and cut-off lines, so that a resumed run repeats no step."""
+    records = [record for record in read_metrics(path) if record["step"] <= step]
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records).encode())
+
+
+class Recorder:
+    """Writes metrics of rank 0; on other ranks nothing calls it.
+
+    problem: a sentence once metrics.jsonl could not be written; the training loop then saves and stops.
+    """
+
+    def __init__(self, config: TrainingConfig, folder: Path, wandb_id: str, start_step: int, facts: Mapping[str, Any]):
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._wandb = _start_wandb(config, folder, wandb_id, facts)
+        live = sys.stderr.isatty()
+        self._bar = tqdm(total=config.max_steps, initial=start_step, unit="step", disable=not live, dynamic_ncols=True)
+        self._live, self._last_line, self._max_steps = live, 0.0, config.max_steps
+        self.problem: str | None = None
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Record metrics of one step; `record` has the key `step`. Values that are NaN or infinite become null."""
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        try:
+            self._file.write(json.dumps(clean) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self.problem = f"{self._file.name} cannot be written: {error.strerror}"
+        if self._wandb is not None:
+            self._wandb.log({k: v for k, v in record.items() if not isinstance(v, str)}, step=record["step"])
+
+    def show(self, record: Mapping[str, Any], last: bool = False) -> None:
+        """Show a training step on the console: as a live bar on a terminal, as a line now and then elsewhere."""
+        parts = [f"loss {record['train/loss']:.3f}"]
+        parts += [f"{name} {record[key]:.3f}" for name, key in _SHOWN if key in record]
+        parts.append(f"{record['stats/tokens_per_second']:,.0f} tok/s")
+        if self._live:
+            self._bar.n = record["step"]
+            self._bar.set_postfix_str(", ".join(parts))
+        elif last or time.monotonic() - self._last_line >= _LINE_SECONDS:
+            self._last_line = time.monotonic()
+            print(f"step {record['step']:>6}/{self._max_steps}  " + "  ".join(parts), flush=True)
+
+    def say(self, text: str) -> None:
+        """A line that stays on the console."""
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+    def close(self, exit_code: int = 0) -> None:
+        """Flush everything."""
+        self._bar.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            self.problem = self.problem or f"{self._file.name} cannot be written: {error.strerror}"
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=exit_code)
+
+
+_SHOWN = (
+    ("masked", "train/masked_loss"),
+    ("causal", "train/causal_loss"),
+    ("lr", "stats/learning_rate"),
+)
+
+
+def wandb_mode(config: TrainingConfig) -> str:
+    """`online`, `offline` or `disabled` for --wandb_mode. Raises ConfigError where wandb is asked for and missing."""
+    installed = importlib.util.find_spec("wandb") is not None
+    mode = config.wandb_mode
+    if mode == "disabled" or (mode == "auto" and not installed):
+        return "disabled"
+    if not installed:
+        raise ConfigError(
+            f"--wandb_mode is {mode!r} but wandb is not installed: pip install wandb, or --wandb_mode disabled"
+        )
+    if mode == "auto":
+        return "online" if _has_login() else "offline"
+    return mode
+
+
+def _has_login() -> bool:
+    """Whether wandb would find credentials without asking for them."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import netrc
+
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _start_wandb(config: TrainingConfig, folder: Path, run_id: str, facts: Mapping[str, Any]):
+    mode = wandb_mode(config)
+    if mode == "disabled":
+        return None
+    import wandb
+    from wandb.errors import Error as WandbError
+
+    options: dict[str, Any] = {
+        "project": config.wandb_project or DEFAULT_PROJECT,
+        "entity": config.wandb_entity or None,
+        "name": config.name,
+        "id": run_id,  # the same after a resume: one run in the dashboard
+        "resume": "allow",
+        "dir": str(folder),
+        "config": {**config.to_dict(), **facts},
+    }
+    quiet = wandb.Settings(silent=True)
+    try:
+        run = wandb.init(mode="online" if mode == "online" else "offline", settings=quiet, **options)
+    except WandbError as error:
+        if config.wandb_mode == "online":
+            raise ConfigError(f"--wandb_mode online: wandb could not start ({error})") from error
+        print(f"wandb could not reach its server ({error}); logging offline", flush=True)
+        run = wandb.init(mode="offline", settings=quiet, **options)
+    run.define_metric("step")
+    run.define_metric("stats/tokens")
+    run.define_metric("*", step_metric="step")
+    return run

@@ -1,0 +1,164 @@
+"""LAMB as published with GPT-BERT, AdamW, gradient clipping, and optimizer state by parameter name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB (You et al., 2020) in the variant of the published GPT-BERT runs; golden/ pins its numbers.
+
+        m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2
+        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w
+        w = w - lr * trust * u,   trust = |w| / |u| for each tensor, 1 where either norm is 0
+
+    Moments are bias-corrected, norms are not clamped, and a group without weight decay (biases, layer norms) has
+    trust 1, which makes its update Adam's. The step t is counted per group, in group["step"].
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.98),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ) -> None:
+        """params: parameters, or groups of them as dicts. Raises ValueError on settings out of range."""
+        if not lr >= 0:
+            raise ValueError(f"LAMB's lr is {lr}; it must be at least 0.")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"LAMB's betas are {betas}; each must be at least 0 and below 1.")
+        if not eps > 0:
+            raise ValueError(f"LAMB's eps is {eps}; it must be above 0.")
+        if not weight_decay >= 0:
+            raise ValueError(f"LAMB's weight_decay is {weight_decay}; it must be at least 0.")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient, without waiting for the device."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["step"] += 1
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self._update(parameters, group)
+        return loss
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = {name: torch.zeros_like(parameter) for name in _MOMENTS}
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        first, second = ([self.state[parameter][name] for parameter in parameters] for name in _MOMENTS)
+        torch._foreach_lerp_(first, gradients, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+
+        denominators = torch._foreach_sqrt(second)
+        torch._foreach_div_(denominators, math.sqrt(1 - beta2 ** group["step"]))
+        torch._foreach_add_(denominators, group["eps"])
+        updates = torch._foreach_div(first, denominators)
+        del denominators
+        torch._foreach_div_(updates, 1 - beta1 ** group["step"])
+        if group["weight_decay"] > 0:
+            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+            weight_norms = torch.stack(torch._foreach_norm(parameters))
+            update_norms = torch.stack(torch._foreach_norm(updates))
+            defined = (weight_norms > 0) & (update_norms > 0)
+            trust = torch.where(defined, weight_norms / update_norms, torch.ones_like(weight_norms))
+            torch._foreach_mul_(updates, list(trust.unbind()))
+        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: parameters that decay, and biases and layer norms, which do not.
+
+    The rule is the published one, by name: no decay for names that hold "bias" or "layer_norm". GPT-BERT's averaging
+    weights (alphas) therefore do decay.
+    """
+    decayed, others = [], []
+    for name, parameter in model.named_parameters():
+        (others if "bias" in name or "layer_norm" in name else decayed).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def make_optimizer(
+    model: nn.Module, name: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """The optimizer `name`, "lamb" or "adamw", over the model's parameter groups, where the model's weights are."""
+    groups = parameter_groups(model, weight_decay)
+    if name == "lamb":
+        return Lamb(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    if name == "adamw":
+        on_cuda = all(parameter.is_cuda for parameter in model.parameters())
+        fastest = {"fused": True} if on_cuda else {"foreach": True}
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **fastest)
+    raise ValueError(f'--optimizer is "{name}"; choose "lamb" or "adamw".')
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale all gradients down to a total norm of `max_norm`; returns the norm before, a tensor on their device.
+
+    The norm is that of all gradients taken as one vector; infinity as `max_norm` only measures. Never waits for the
+    device; a norm that is not finite is the caller's to notice.
+    """
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+
+
+def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """Moments as flat tensors "exp_avg/NAME" and "exp_avg_sq/NAME" (not copies); empty before the first step.
+
+    With the number of steps done this is the whole state, and it does not depend on the order of parameters.
+    """
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if optimizer.state.get(parameter):
+            tensors.update({f"{moment}/{name}": optimizer.state[parameter][moment] for moment in _MOMENTS})
+    return tensors
+
+
+def load_named_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], step: int
+) -> None:
+    """Restore what `named_state` gave after `step` steps; `tensors` may be on any device and are copied.
+
+    Raises ValueError where names or shapes are not those of the model.
+    """
+    parameters = dict(model.named_parameters())
+    if not tensors and step == 0:
+        return
+    expected = {f"{moment}/{name}" for moment in _MOMENTS for name in parameters}
+    if tensors.keys() != expected:
+        odd = sorted(tensors.keys() ^ expected)[0]
+        raise ValueError(f"the saved optimizer state and the model differ in {odd}; they are of different models.")
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, Lamb):
+            group["step"] = step
+        names = {parameter: name for name, parameter in parameters.items()}
+        for parameter in group["params"]:
+            state: dict[str, Tensor] = {}
+            for moment in _MOMENTS:
+                saved = tensors[f"{moment}/{names[parameter]}"]
+                if saved.shape != parameter.shape:
+                    raise ValueError(
+                        f"the saved {moment} of {names[parameter]} has shape {tuple(saved.shape)}, the parameter has "
+                        f"{tuple(parameter.shape)}; they are of different models."
+                    )
+                state[moment] = torch.empty_like(parameter, requires_grad=False).copy_(saved)
+            if not isinstance(optimizer, Lamb):  # AdamW counts steps per parameter; its fused form on the device
+                device = parameter.device if group.get("fused") or group.get("capturable") else "cpu"
+                state["step"] = torch.tensor(float(step), dtype=torch.float32, device=device)
+            optimizer.state[parameter] = state

@@ -1,0 +1,340 @@
+"""Everything a run needs before its first step, checked: tokenizer, model configuration, corpora, plan, run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import platform
+import secrets
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+from tokenizers import Tokenizer
+
+from data.corpus import Corpus
+from data.loader import BatchBuilder, ValidationSet
+from data.masking import MaskingOptions
+from data.plan import DataPlan, resolve_split
+from data.shards import tokenizer_hash, write_atomically
+from model import ModelConfig, ModelConfigError
+from training.checkpoint import Checkpoint, CheckpointError, clean, find_newest, list_checkpoints, locate
+from training.config import ConfigError, TrainingConfig, differences
+
+_ROOT = Path(__file__).resolve().parent.parent
+_VOCABULARY_PADDING = 128  # a vocabulary rounded up to a multiple of this is no mistake
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the files named on the command line hold."""
+
+    config: TrainingConfig
+    model_config: ModelConfig
+    tokenizer_text: str
+    corpus: Corpus
+    held_out: ValidationSet | None
+    plan: DataPlan
+    builder: BatchBuilder
+    data_identity: str
+
+
+def _special_id(tokenizer: Tokenizer, token: str, config: TrainingConfig) -> int:
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        raise ConfigError(
+            f"--tokenizer_path {config.tokenizer_path!r} has no token {token}; "
+            "preprocessing/train_tokenizer.py makes one that fits"
+        )
+    if number >= config.n_special_tokens:
+        raise ConfigError(
+            f"--n_special_tokens is {config.n_special_tokens} but {token} has id {number} in {config.tokenizer_path}; "
+            f"give at least {number + 1}"
+        )
+    return number
+
+
+def _read_tokenizer(path: str) -> tuple[Tokenizer, str]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        return Tokenizer.from_str(text), text
+    except OSError as error:
+        raise ConfigError(f"--tokenizer_path {path!r} cannot be read: {error.strerror}") from error
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise ConfigError(f"--tokenizer_path {path!r} is not a tokenizer.json: {error}") from error
+
+
+def make_plan(config: TrainingConfig) -> DataPlan:
+    """The data schedule that a configuration asks for."""
+    return DataPlan(
+        max_steps=config.max_steps,
+        seq_length=config.seq_length,
+        global_batch_size=config.global_batch_size,
+        batch_reduction=config.batch_reduction,
+        hybrid_numerator=config.hybrid_numerator,
+        hybrid_denominator=config.hybrid_denominator,
+        hybrid_numerator_end=config.numerator_end,
+        mask_p_start=config.mask_p_start,
+        mask_p_end=config.mask_p_end,
+        milestones=config.length_milestones,
+        seed=config.seed,
+    )
+
+
+def read_inputs(config: TrainingConfig) -> Inputs:
+    """Open and check all files. Raises ValueError (ConfigError, CorpusError, ShardError), each one sentence."""
+    tokenizer, text = _read_tokenizer(config.tokenizer_path)
+    try:
+        model_config = ModelConfig.from_json(config.config_file)
+    except ModelConfigError as error:
+        raise ConfigError(f"--config_file: {error}") from error
+    words = tokenizer.get_vocab_size()
+    if not words <= model_config.vocab_size < words + _VOCABULARY_PADDING:
+        raise ConfigError(
+            f"--config_file {config.config_file!r} has vocab_size {model_config.vocab_size} but --tokenizer_path "
+            f"{config.tokenizer_path!r} has {words} tokens; set vocab_size to {words} (or to the next multiple of 64)"
+        )
+    options = MaskingOptions(
+        vocab_size=words,
+        mask_id=_special_id(tokenizer, "<mask>", config),
+        bos_id=_special_id(tokenizer, "<s>", config),
+        pad_id=_special_id(tokenizer, "<pad>", config),
+        n_special_tokens=config.n_special_tokens,
+        random_p=config.mask_random_p,
+        keep_p=config.mask_keep_p,
+        even=config.masking == "even",
+        seed=config.seed,
+    )
+    eos = _special_id(tokenizer, "</s>", config) if config.document_end else None
+    identity = tokenizer_hash(config.tokenizer_path)
+    corpus = Corpus(config.train_path, tokenizer_hash=identity, bos_id=options.bos_id, eos_id=eos)
+    held_out = None
+    if config.valid_path:
+        rows = config.validation_steps * config.local_batch_size or None
+        valid = Corpus(config.valid_path, tokenizer_hash=identity, bos_id=options.bos_id, eos_id=eos)
+        held_out = ValidationSet(valid, dataclasses.replace(options, even=False), config.seq_length, rows=rows)
+    plan = make_plan(config)
+    if plan.smallest_batch < 1:
+        raise ConfigError(
+            f"--global_batch_size is {config.global_batch_size}, which leaves a step without rows once "
+            f"--batch_reduction ({config.batch_reduction:g}) and longer rows have divided it; raise it or lower those"
+        )
+    return Inputs(
+        config, model_config, text, corpus, held_out, plan, BatchBuilder(corpus, plan, options), corpus.identity()
+    )
+
+
+def check_world(inputs: Inputs, world_size: int) -> str:
+    """The resolved --hybrid_split for `world_size` ranks. Raises ConfigError where the batch cannot be shared out."""
+    config, plan = inputs.config, inputs.plan
+    try:
+        split = resolve_split(
+            config.hybrid_split,
+            world_size,
+            config.hybrid_numerator,
+            config.hybrid_denominator,
+            constant=config.numerator_end in (None, config.hybrid_numerator),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    # With `ranks`, every rank needs a row of its objective; their numbers differ by at most one from rows / ranks.
+    if plan.smallest_batch < world_size:
+        raise ConfigError(
+            f"--global_batch_size is {config.global_batch_size}: the run's smallest batch has {plan.smallest_batch} "
+            f"rows, too few for {world_size} ranks; raise it, lower --batch_reduction or use fewer ranks"
+        )
+    return split
+
+
+# The run folder
+
+
+def _git_commit() -> str | None:
+    """Commit of this checkout, with a + where files differ from it; None outside git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(_ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Versions on which numbers may depend."""
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "tokenizers": tokenizers.__version__,
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+class RunFolder:
+    """OUTPUT_DIR/NAME. Only rank 0 has one; it is locked while it is open."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self._config = path / "config.json"
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / ".lock").open("a+")
+        except OSError as error:
+            raise ConfigError(f"--output_dir: {path} cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--name: another process is training in {path}; wait for it or take another name"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+
+    @property
+    def used(self) -> bool:
+        """Whether a run has left checkpoints or metrics here."""
+        return bool(list_checkpoints(self.checkpoints)) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
+
+    def read_config(self) -> dict[str, Any] | None:
+        """The config.json of an earlier start; None where there is none. Raises ConfigError where it is damaged."""
+        if not self._config.exists():
+            return None
+        try:
+            return json.loads(self._config.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{self._config} cannot be read ({error}); restore it, or take another --name") from error
+
+    def write_config(self, inputs: Inputs, launch: dict[str, Any]) -> str:
+        """Write or extend config.json; returns the run's wandb id."""
+        old = self.read_config() or {}
+        wandb_id = old.get("wandb_id") or secrets.token_hex(4)
+        corpus = inputs.corpus
+        content = {
+            "flags": inputs.config.to_dict(),
+            "model": inputs.model_config.to_dict(),
+            "data": {
+                "identity": inputs.data_identity,
+                "documents": corpus.num_documents,
+                "tokens": corpus.tokens_before_epoch(1),
+                "sources": [dataclasses.asdict(source) for source in corpus.sources],
+            },
+            "versions": versions(),
+            "git_commit": _git_commit(),
+            "wandb_id": wandb_id,
+            "launches": [*old.get("launches", []), launch],
+        }
+        write_atomically(self._config, json.dumps(content, indent=1).encode())
+        write_atomically(self.path / "tokenizer.json", inputs.tokenizer_text.encode())
+        return wandb_id
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._lock.close()
+
+
+def describe_launch(world_size: int, device: torch.device, start_step: int) -> dict[str, Any]:
+    """What config.json records about one start of the run."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "command": sys.argv,
+        "world_size": world_size,
+        "device": name,
+        "start_step": start_step,
+    }
+
+
+def find_start(folder: RunFolder, inputs: Inputs) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to go on from (None: start anew) and notes for the user.
+
+    Raises ConfigError or CheckpointError where the request and what is there do not fit together.
+    """
+    config = inputs.config
+    clean(folder.checkpoints)
+    wish = config.checkpoint_filename or config.resume
+    earlier = folder.read_config() if folder.used else None
+    if wish == "never":
+        if folder.used:
+            raise ConfigError(
+                f"--resume never: {folder.path} holds a run already; take another --name or --resume auto"
+            )
+        return None, []
+    if wish != "auto" and Path(wish).is_file():
+        raise ConfigError(
+            f"--resume {wish!r} is a file, not a checkpoint folder; "
+            "preprocessing/import_gpt_bert.py turns a published checkpoint into model weights"
+        )
+    same_run = True
+    if wish == "auto":
+        checkpoint, notes = find_newest(folder.checkpoints)
+        if checkpoint is None and list_checkpoints(folder.checkpoints):
+            raise ConfigError(f"--resume auto: no checkpoint in {folder.path} is whole: {'; '.join(notes)}")
+    else:
+        try:
+            checkpoint, notes = locate(wish), []
+        except CheckpointError as error:
+            raise ConfigError(f"--resume: {error}") from error
+        same_run = checkpoint.path.resolve().is_relative_to(folder.path.resolve())
+        if folder.used and not same_run:
+            raise ConfigError(f"--resume {wish!r}: {folder.path} holds another run already; take another --name")
+    flags = earlier["flags"] if earlier and same_run else checkpoint.record["flags"] if checkpoint else None
+    if flags is not None:
+        changed = differences(flags, config)
+        if changed and same_run:
+            raise ConfigError(
+                f"{folder.path} holds a run with other settings ({'; '.join(changed)}); repeat them, take another "
+                "--name, or branch off with --resume CHECKPOINT --name NEW"
+            )
+        notes += [f"branching off with a change: {change}" for change in changed]
+    if checkpoint is not None:
+        _check_fit(checkpoint, inputs, same_run)
+    return checkpoint, notes
+
+
+def read_initial_weights(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """The weights that --initial_weights names. Raises ConfigError where they are not there or of another model."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(inputs.config.initial_weights)
+    if (path / "checkpoints").is_dir():
+        path = locate(path).path
+    file = path / "model.safetensors" if path.is_dir() else path
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"--initial_weights: {file} cannot be read as weights: {error}") from error
+
+
+def _check_fit(checkpoint: Checkpoint, inputs: Inputs, same_run: bool) -> None:
+    """Refuse a checkpoint of another model, data or length. Raises ConfigError."""
+    saved = ModelConfig.from_json(checkpoint.path / "config.json")
+    if saved != inputs.model_config:
+        old, new = saved.to_dict(), inputs.model_config.to_dict()
+        changed = ", ".join(f"{key} {old[key]!r} -> {new[key]!r}" for key in new if old.get(key) != new[key])
+        raise ConfigError(f"--config_file does not fit checkpoint {checkpoint.path}: {changed}")
+    if same_run and checkpoint.record["data"] != inputs.data_identity:
+        raise ConfigError(
+            f"--train_path {inputs.config.train_path!r} is not the data that {checkpoint.path} was trained on; "
+            "restore it, or branch off with --resume CHECKPOINT --name NEW"
+        )
+    if checkpoint.step > inputs.config.max_steps:
+        raise ConfigError(
+            f"--max_steps is {inputs.config.max_steps} but {checkpoint.path} has done {checkpoint.step} steps already"
+        )

@@ -1,0 +1,253 @@
+"""One optimizer step, and the numbers it leaves behind."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from data.hashing import signed
+from data.loader import StepBatch
+from data.masking import fingerprint
+from data.plan import CAUSAL, MASKED, OBJECTIVES
+from model import LTGBert
+from training.distributed import World
+from training.ema import Ema
+from training.objective import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights, training_loss
+from training.optimizers import clip_gradients
+from training.parallel import synchronise_only
+from training.schedules import learning_rate
+from training.setup import Inputs
+from training.summary import flops_per_token, peak_flops, target_share
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is not a number; the message says where."""
+
+
+@dataclass
+class TrainState:
+    """All that training changes. `step` counts optimizer steps done; `forward` is `model` wrapped for training."""
+
+    step: int
+    model: LTGBert
+    forward: nn.Module
+    optimizer: torch.optim.Optimizer
+    ema: Ema
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step whose numbers may still be on their way from the device.
+
+    local_sums: [2, 4] of this rank alone, to find out which rank a bad value comes from.
+    """
+
+    facts: dict[str, Any]
+    share: tuple[float, float]
+    sums: torch.Tensor
+    local_sums: torch.Tensor
+    grad_norm: torch.Tensor
+    fingerprint: torch.Tensor | None
+    extra: dict[str, torch.Tensor]
+    tokens: int
+    finished: torch.cuda.Event | float
+
+
+# One step
+
+
+def agree(world: World, batch: StepBatch, wants_stop: bool) -> tuple[tuple[int, int], bool]:
+    """Targets of the global batch by objective, and whether any rank wants to stop (summed by the hosts)."""
+    facts = torch.tensor([*batch.targets.tolist(), int(wants_stop)])
+    masked, causal, stops = world.sum(facts).tolist()
+    return (masked, causal), stops > 0
+
+
+def train_step(
+    state: TrainState, inputs: Inputs, world: World, batch: StepBatch, targets: tuple[int, int]
+) -> PendingStep:
+    """Forward, backward and update for one global batch."""
+    config, plan, step = inputs.config, inputs.plan, batch.plan.step
+    rows = (batch.plan.masked_rows, batch.plan.rows - batch.plan.masked_rows)
+    weights = loss_weights(rows, targets, config.token_weighted_loss)
+    step_key = torch.full(
+        (), signed(plan.step_key(step)), device=world.device
+    )  # filled there: torch.tensor() would wait
+    sums = torch.zeros(2, 4, dtype=torch.float64, device=world.device)
+    prints = torch.zeros((), dtype=torch.int64, device=world.device) if config.data_fingerprint else None
+
+    micro_batches = list(batch.micro_batches(world.device))
+    for number, micro_batch in enumerate(micro_batches):
+        with synchronise_only(state.forward, last=number == len(micro_batches) - 1):
+            with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=bool(config.mixed_precision)):
+                loss, part, model_inputs = training_loss(
+                    state.forward, micro_batch, inputs.builder.options, weights, config.z_loss_weight, step_key
+                )
+            loss.backward()
+        sums += part
+        if prints is not None:
+            prints += fingerprint(model_inputs, micro_batch.row_keys)
+
+    done = step + 1
+    wants_stats = config.log_stats_every and done % config.log_stats_every == 0
+    extra = _norms_by_role(state.model) if wants_stats else {}
+    rate = learning_rate(
+        step, config.max_steps, config.learning_rate, config.warmup_proportion, config.cooldown_proportion
+    )
+    for group in state.optimizer.param_groups:
+        group["lr"] = rate
+    parameters = [p for p in state.model.parameters() if p.grad is not None]
+    grad_norm = clip_gradients(parameters, config.max_gradient or float("inf"))
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=world.size == 1)  # DDP's gradients are views of its buckets: keep them
+    state.ema.update(state.model)
+    state.step = done
+
+    local_sums = sums.clone()
+    facts = {
+        "step": done,
+        "stats/learning_rate": rate,
+        "stats/global_batch_size": batch.plan.rows,
+        "stats/seq_length": batch.plan.seq_length,
+        "stats/mask_p": batch.plan.mask_p,
+        "stats/tokens": plan.tokens_before(done),
+        "stats/masked_rows": rows[MASKED],
+        "stats/causal_rows": rows[CAUSAL],
+    }
+    if world.device.type == "cuda":
+        facts["stats/peak_memory_gib"] = torch.cuda.max_memory_allocated(world.device) / 2**30
+    if prints is not None:
+        world.sum(prints)
+    sums, finished = world.sum(sums), _now(world.device)
+    return PendingStep(facts, weights.share, sums, local_sums, grad_norm, prints, extra, batch.plan.tokens, finished)
+
+
+_ROLES = {  # by a part of the parameter's name
+    "embedding": "embedding",
+    "attention_layers": "attention",
+    "mlp_layers": "mlp",
+    "dwa": "dwa",
+    "classifier": "head",
+}
+
+
+def _norms_by_role(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Norms of parameters and of their gradients (before clipping), by the part of the model."""
+    groups: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        role = next((role for key, role in _ROLES.items() if key in name), "other")
+        groups.setdefault(role, []).append(parameter)
+    norms = {}
+    for role, parameters in groups.items():
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norms[f"stats/parameter_norm/{role}"] = torch.nn.utils.get_total_norm([p.detach() for p in parameters])
+        norms[f"stats/grad_norm/{role}"] = torch.nn.utils.get_total_norm(gradients)
+    return norms
+
+
+# Numbers
+
+
+def _now(device: torch.device) -> torch.cuda.Event | float:
+    """The present moment in the device's own order of events."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    if isinstance(begin, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+    assert isinstance(end, float)
+    return end - begin
+
+
+class StepLog:
+    """Turns steps into metrics one step late on CUDA, so that the host reads them while the device computes the next.
+
+    All ranks read the same sums at the same point of the program: what follows from a bad value is agreed.
+    """
+
+    def __init__(self, inputs: Inputs, world: World):
+        self._inputs, self._world = inputs, world
+        self._pending: deque[PendingStep] = deque()
+        self._lag = 1 if world.device.type == "cuda" else 0
+        self._peak = peak_flops(world.device)
+        self._last = _now(world.device)
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last step (validation, saving) out of tokens per second."""
+        self._last = _now(self._world.device)
+
+    def push(self, pending: PendingStep) -> list[dict[str, Any]]:
+        """Take a step; returns the metrics of steps that are due."""
+        self._pending.append(pending)
+        return self._read(self._lag)
+
+    def flush(self) -> list[dict[str, Any]]:
+        """Metrics of all steps so far."""
+        return self._read(0)
+
+    def _read(self, leave: int) -> list[dict[str, Any]]:
+        records = []
+        while len(self._pending) > leave:
+            pending = self._pending.popleft()
+            seconds = _seconds(self._last, pending.finished)
+            self._last = pending.finished
+            records.append(self._metrics(pending, seconds))
+        return records
+
+    def _metrics(self, pending: PendingStep, seconds: float) -> dict[str, Any]:
+        """The metrics.jsonl line of a step. Raises NonFiniteError on all ranks where a loss or the norm is bad."""
+        record = dict(pending.facts)
+        sums, norm = pending.sums.tolist(), float(pending.grad_norm)
+        if not all(math.isfinite(line[LOSS]) for line in sums) or not math.isfinite(norm):
+            _raise_non_finite(pending, norm, self._world)
+        total = z_total = correct = count = 0.0
+        for objective, name in enumerate(OBJECTIVES):
+            part = sums[objective]
+            if part[COUNT] == 0:
+                continue
+            mean = part[LOSS] / part[COUNT]
+            record[f"train/{name}_loss"] = mean
+            record[f"train/{name}_accuracy"] = part[CORRECT] / part[COUNT]
+            total += pending.share[objective] * mean
+            z_total += pending.share[objective] * part[SQUARED_LOG_Z] / part[COUNT]
+            correct, count = correct + part[CORRECT], count + part[COUNT]
+        record["train/loss"], record["train/z_loss"] = total, z_total
+        record["train/perplexity"] = math.exp(min(total, 700.0))
+        record["train/accuracy"] = correct / max(1.0, count)
+        record["stats/grad_norm"] = norm
+        rate = pending.tokens / max(seconds, 1e-9)
+        record["stats/tokens_per_second"] = rate
+        if self._peak is not None:
+            step, length = record["step"] - 1, record["stats/seq_length"]
+            flops = flops_per_token(self._inputs.model_config, length, target_share(self._inputs, step))
+            record["stats/mfu"] = rate * flops / (self._peak * self._world.size)
+        if pending.fingerprint is not None:
+            record["data/fingerprint"] = f"{int(pending.fingerprint) & (1 << 64) - 1:016x}"
+        record.update({name: float(value) for name, value in pending.extra.items()})
+        return record
+
+
+def _raise_non_finite(pending: PendingStep, norm: float, world: World) -> NoReturn:
+    """Say which rank and objective a bad value came from; called by all ranks."""
+    values = pending.local_sums[:, LOSS].tolist()
+    bad = [
+        f"rank {rank}, {OBJECTIVES[objective]} objective: the summed loss is {losses[objective]}"
+        for rank, losses in enumerate(world.gather(values))
+        for objective in (MASKED, CAUSAL)
+        if not math.isfinite(losses[objective])
+    ]
+    where = "; ".join(bad) or f"all losses are finite but the gradient norm is {norm}"
+    raise NonFiniteError(f"step {pending.facts['step']}: {where}")

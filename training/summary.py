@@ -1,0 +1,120 @@
+"""What a run is about to do, in one readable block, and the arithmetic behind it."""
+
+from __future__ import annotations
+
+import torch
+
+from data.loader import micro_batch_rows
+from data.plan import CAUSAL, MASKED
+from model import ModelConfig
+from training.distributed import World
+from training.setup import Inputs
+
+# Dense bf16 matrix rates in FLOP/s, from the vendors' data sheets, by what the device's name contains.
+_PEAK_FLOPS = (
+    ("H200", 989e12),
+    ("H100", 989e12),
+    ("GH200", 989e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("MI300X", 1307e12),
+    ("MI250X", 383e12),
+)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bf16 rate in FLOP/s; None where it is not known (always on a CPU)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((rate for key, rate in _PEAK_FLOPS if key in name), None)
+
+
+def flops_per_token(config: ModelConfig, row_length: int, target_share: float) -> float:
+    """Floating-point operations of one token's forward and backward pass in matrix products.
+
+    Two per multiply-add, backward twice forward. Attention counts the full row (documents and causality save some of
+    it); the head counts on the share of positions that are targets.
+    """
+    width, inner = config.hidden_size, config.intermediate_size
+    projections = 4 if config.model_type == "ltg-bert" else 5  # q, k, v, output and GPT-BERT's gate
+    layer = projections * width * width + 3 * width * inner + 2 * row_length * width
+    head = width * width + width * config.vocab_size
+    return 6.0 * (config.num_hidden_layers * layer + target_share * head)
+
+
+def target_share(inputs: Inputs, step: int) -> float:
+    """Expected share of positions with a target at `step`."""
+    plan = inputs.plan.step(step)
+    masked = plan.masked_rows / plan.rows
+    return masked * plan.mask_p + (1 - masked)
+
+
+def memory_estimate(inputs: Inputs, parameters: int, mixed_precision: bool) -> float:
+    """Rough peak memory of one device in bytes: states, and activations of the largest micro-batch.
+
+    Weights, gradient, two moments and EMA take 20 bytes a parameter. Activations are counted as what the reference
+    model keeps per token for its backward pass.
+    """
+    config, flags = inputs.model_config, inputs.config
+    longest = inputs.plan.longest_row
+    rows = micro_batch_rows(flags.local_batch_size, flags.seq_length, longest)
+    size = 2 if mixed_precision else 4
+    per_layer = (16 * config.hidden_size + 6 * config.intermediate_size) * size + 8 * config.hidden_size
+    scores = config.num_attention_heads * (longest * (2 * size + 5) + 4 * config.position_bucket_size * size)
+    share = max(target_share(inputs, step) for step in (0, flags.max_steps - 1))
+    head = share * config.vocab_size * (size + 12)
+    return 20.0 * parameters + rows * longest * (config.num_hidden_layers * (per_layer + scores) + head)
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _batch_line(inputs: Inputs, step: int, world: World) -> str:
+    plan = inputs.plan.step(step)
+    per_micro = micro_batch_rows(inputs.config.local_batch_size, inputs.config.seq_length, plan.seq_length)
+    largest = -(-plan.rows // world.size)
+    return (
+        f"{plan.rows:,} rows x {plan.seq_length} = {plan.tokens:,} tokens a step, {plan.masked_rows:,} masked + "
+        f"{plan.rows - plan.masked_rows:,} causal, {-(-largest // per_micro)} micro-batches of {per_micro} a device"
+    )
+
+
+def describe(inputs: Inputs, world: World, split: str, parameters: int, mixed_precision: bool, start_step: int) -> str:
+    """The start-up block."""
+    config, plan, corpus, model = inputs.config, inputs.plan, inputs.corpus, inputs.model_config
+    epoch_tokens = corpus.tokens_before_epoch(1)
+    epochs = [plan.objective_tokens(o) / epoch_tokens for o in (MASKED, CAUSAL)]
+    last, held_out = config.max_steps - 1, inputs.held_out
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    milestones = [f"warm-up to step {int(config.max_steps * config.warmup_proportion)}"]
+    for milestone in config.length_milestones:
+        step = next((s for s in range(config.max_steps) if (s + 1) / config.max_steps >= milestone), None)
+        if step is not None:
+            milestones.append(f"rows of {plan.step(step).seq_length} from step {step}")
+    milestones.append(f"cool-down from step {config.max_steps - int(config.max_steps * config.cooldown_proportion)}")
+    ratio = f"{config.hybrid_numerator}/{config.hybrid_denominator}"
+    if config.numerator_end not in (None, config.hybrid_numerator):
+        ratio += f" -> {config.numerator_end}/{config.hybrid_denominator}"
+    lines = {
+        "run": f"{config.run_folder}, steps {start_step} -> {config.max_steps}, seed {config.seed}",
+        "device": f"{world.size} x {device}, {'bf16 autocast' if mixed_precision else 'fp32'}",
+        "model": f"{model.model_type}, {parameters:,} parameters ({model.hidden_size} x {model.num_hidden_layers} "
+        f"layers, {model.num_attention_heads} heads, vocabulary {model.vocab_size:,}, "
+        f"{model.position_embedding} positions)",
+        "data": f"{corpus.num_documents:,} documents, {epoch_tokens:,} tokens an epoch; this run reads "
+        f"{epochs[MASKED]:.2f} epochs masked and {epochs[CAUSAL]:.2f} causal",
+        "validation": f"{held_out.used_rows:,} of {held_out.total_rows:,} rows of {held_out.seq_length}"
+        if held_out
+        else "none (--valid_path)",
+        "objective": f"{ratio} of rows masked, masks {config.mask_p_start:g} -> {config.mask_p_end:g}, split {split}",
+        "batch, start": _batch_line(inputs, 0, world),
+        "batch, end": _batch_line(inputs, last, world),
+        "in all": f"{plan.tokens_before(config.max_steps):,} tokens",
+        "schedule": ", ".join(milestones),
+        "optimizer": f"{config.optimizer}, peak learning rate {config.learning_rate:g}, EMA {config.ema_decay:g}",
+        "memory": f"about {_bytes(memory_estimate(inputs, parameters, mixed_precision))} a device (estimate)",
+    }
+    return "\n".join(f"  {key:<13} {value}" for key, value in lines.items())
