@@ -15,11 +15,18 @@ class CommandError(ValueError):
     """Something that the user can mend; the message is one sentence that names the flag or file and the remedy."""
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with one-line errors, no guessing of abbreviated flags, and defaults in the help."""
 
     def __init__(self, **arguments: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **arguments)
+        super().__init__(allow_abbrev=False, formatter_class=_Help, **arguments)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
@@ -57,8 +64,11 @@ def _sentence(error: BaseException) -> str:
 
 
 def positive_int(text: str) -> int:
-    """An argparse type: a whole number of at least 1; underscores and commas are allowed between digits."""
-    value = int(text.replace(",", ""))
+    """An argparse type: a whole number of at least 1, such as 100000 or 100,000."""
+    try:
+        value = int(text.replace(",", ""))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
@@ -66,7 +76,10 @@ def positive_int(text: str) -> int:
 
 def fraction(text: str) -> float:
     """An argparse type: a number from 0 up to, but not, 1."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, not {value}")
     return value
@@ -83,7 +96,9 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         ".jsonl (a JSON string or object a line), either also as .gz or .zst, and .parquet; .train, .dev and .test "
         "named as files or by a glob are read as .txt",
     )
-    parser.add_argument("--text_field", default="text", help="field (.jsonl) or column (.parquet) that holds the text")
+    parser.add_argument(
+        "--text_field", default="text", metavar="NAME", help="field (.jsonl) or column (.parquet) that holds the text"
+    )
     parser.add_argument(
         "--skip_bad_lines",
         action="store_true",

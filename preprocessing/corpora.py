@@ -236,7 +236,8 @@ def _fill(stream: BinaryIO, buffer: bytes, size: int) -> tuple[bytes, bool]:
 
 def _text_chunks(stream: BinaryIO, position: Position) -> Iterator[Chunk]:
     """Cuts after blank lines. A document is cut in parts exactly if its first DOCUMENT_BYTES hold no blank line, and
-    where follows from its own text, so what the parts are does not depend on what lies before the document."""
+    where follows from its own text, so what the parts are does not depend on what lies before the document. (Two MiB of
+    nothing but white space would hide the blank line in it.)"""
     buffer, ended = b"", False
     while True:
         buffer, ended = _fill(stream, buffer, CHUNK_BYTES)

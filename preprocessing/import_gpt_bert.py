@@ -328,7 +328,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     data.add_argument(
         "--tokenizer_path", required=True, type=Path, metavar="FILE", help="tokenizer.json that made the files"
     )
-    data.add_argument("--shard_size", type=positive_int, default=100_000_000, help="tokens after which a shard ends")
+    data.add_argument(
+        "--shard_size", type=positive_int, default=100_000_000, metavar="TOKENS", help="tokens after which a shard ends"
+    )
     data.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
     model = commands.add_parser("checkpoint", help="weights to our format", description="Import a checkpoint.")
     model.add_argument("--input", required=True, type=Path, metavar="FILE", help="state dict or whole training state")

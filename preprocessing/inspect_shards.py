@@ -187,8 +187,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--verify", action="store_true", help="check checksums, sizes, offsets and ids; exit 1 on damage"
     )
-    parser.add_argument("--samples", type=int, default=3, help="documents to decode and print, spread over the folder")
-    parser.add_argument("--sample_tokens", type=positive_int, default=80, help="tokens to print of each sample")
+    parser.add_argument(
+        "--samples", type=int, default=3, metavar="N", help="documents to decode and print, spread over the folder"
+    )
+    parser.add_argument(
+        "--sample_tokens", type=positive_int, default=80, metavar="N", help="tokens to print of each sample"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead, without samples")
     return parser.parse_args(argv)
 

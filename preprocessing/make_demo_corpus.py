@@ -154,8 +154,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help=".jsonl (objects with text), or .txt, where a blank line inside a document becomes a line break",
     )
-    parser.add_argument("--max_words", type=positive_int, default=500_000, help="words after which to stop")
-    parser.add_argument("--min_words", type=positive_int, default=20, help="words a document must have")
+    parser.add_argument(
+        "--max_words", type=positive_int, default=500_000, metavar="N", help="words after which to stop"
+    )
+    parser.add_argument("--min_words", type=positive_int, default=20, metavar="N", help="words a document must have")
     parser.add_argument("--overwrite", action="store_true", help="replace a different file at --output")
     return parser.parse_args(argv)
 

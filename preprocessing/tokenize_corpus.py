@@ -172,20 +172,35 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tokenizer_path", required=True, type=Path, metavar="FILE", help="tokenizer.json, see train_tokenizer.py"
     )
-    parser.add_argument("--workers", type=positive_int, default=1, help="processes that encode; changes no byte")
+    parser.add_argument(
+        "--workers",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="processes that encode (some 90 MB each); the result is the same for any number",
+    )
     parser.add_argument(
         "--validation_fraction",
         type=fraction,
         default=0.0,
+        metavar="X",
         help="share of documents (0 up to 1), chosen by the hash of their text, that go to FOLDER/validation, the "
         "others to FOLDER/train; 0 writes everything to FOLDER itself",
     )
     parser.add_argument(
-        "--shard_size", type=positive_int, default=DEFAULT_SHARD_SIZE, help="tokens after which a shard file ends"
+        "--shard_size",
+        type=positive_int,
+        default=DEFAULT_SHARD_SIZE,
+        metavar="TOKENS",
+        help="tokens after which a shard file ends with its document",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
     parser.add_argument(
-        "--journal_seconds", type=float, default=10.0, help="seconds between records of progress: what a crash may cost"
+        "--journal_seconds",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="time between records of progress, so what an interruption may cost",
     )
     return parser.parse_args(argv)
 

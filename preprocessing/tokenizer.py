@@ -181,8 +181,9 @@ def cut_text(text: str, limit: int) -> list[str]:
 
 
 def cut_place(piece: str | bytes) -> int:
-    """Where to end a piece of a text that goes on: in its second half, before the last line break that follows
-    something visible, else before the last such space, else at its end (UTF-8: before a character that may be cut)."""
+    """Where to end a piece of a text that goes on; above 0. In its second half, before the last line break that follows
+    something visible, else before the last such space; else before the white space at the end, so that no blank line is
+    torn apart; else at the end, in UTF-8 before a character that may be incomplete."""
     half = len(piece) // 2
     for separator in ("\n", " "):
         mark = separator if isinstance(piece, str) else separator.encode()
@@ -191,9 +192,9 @@ def cut_place(piece: str | bytes) -> int:
             place = piece.rfind(mark, half, place)  # type: ignore[arg-type]
         if place > 0:
             return place
-    end = len(piece)
-    if isinstance(piece, bytes):
-        while end > 1 and end > len(piece) - 4 and piece[end - 1] & 0xC0 == 0x80:
+    end = len(piece.rstrip()) or len(piece)
+    if isinstance(piece, bytes) and end == len(piece):
+        while end > max(1, len(piece) - 3) and piece[end - 1] & 0xC0 == 0x80:
             end -= 1
         end -= piece[end - 1] >= 0xC0 and end > 1
     return end

@@ -104,16 +104,22 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--vocab_size",
         type=positive_int,
         default=16384,
+        metavar="N",
         help=f"entries, {len(SPECIAL_TOKENS)} special tokens and 256 bytes included; at least {SMALLEST_VOCABULARY}",
     )
     parser.add_argument(
-        "--min_frequency", type=positive_int, default=10, help="times a pair must occur in the input to become an entry"
+        "--min_frequency",
+        type=positive_int,
+        default=10,
+        metavar="N",
+        help="times a pair must occur in the input to become an entry",
     )
     parser.add_argument(
         "--report_megabytes",
         type=float,
         default=100.0,
-        help="MB of input, spread over all of it, that are encoded for the figures printed at the end",
+        metavar="MB",
+        help="input, spread over all of it, to encode for the figures printed at the end",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a different tokenizer at --output")
     return parser.parse_args(argv)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 import tempfile
 import tracemalloc
@@ -14,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from preprocessing import corpora
@@ -248,13 +249,14 @@ def reference(content: bytes) -> list[str]:
     return ["\n".join(lines) for lines in documents if lines]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     content=st.lists(st.sampled_from(["a", "b d", "é", "🙂x ", " ", "\t", "\n", "\n\n", "\r\n", "\n \n"])).map("".join),
-    chunk_bytes=st.integers(1, 40),
-    document_bytes=st.integers(40, 60),
+    chunk_bytes=st.integers(1, 60),
+    document_bytes=st.integers(8, 40),
 )
 def test_chunks_of_text_change_nothing(content, chunk_bytes, document_bytes):
+    assume(not re.search(r"\s{7}", content))  # white space as long as a part (2 MiB) hides a blank line
     data = content.encode()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpora, "CHUNK_BYTES", chunk_bytes)

@@ -82,6 +82,25 @@ def test_any_text_comes_back(tokenizer, text):
     assert all(number >= 16 for number in ids)
 
 
+def places(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
+    """Start and end of each piece that the pre-tokeniser makes."""
+    return [place for _, place in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS)
+def test_stretches_meet_where_both_pre_tokenisers_cut(tokenizer, gpt2, text):
+    """Whatever the merges are: each stretch by itself is cut as it is inside the text."""
+    stretches = preprocessing.tokenizer._STRETCH.findall(text)
+    assert "".join(stretches) == text
+    for each in (tokenizer, gpt2):
+        found, start = [], 0
+        for stretch in stretches:
+            found += [(start + first, start + last) for first, last in places(each, stretch)]
+            start += len(stretch)
+        assert found == places(each, text)
+
+
 @settings(max_examples=150, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
 def test_the_cache_changes_nothing(tokenizer, gpt2, texts):
@@ -197,10 +216,9 @@ def test_cutting_prefers_line_breaks_and_spaces():
     assert cut_place("aaaaaaaaaa") == 10
     assert cut_place("word word \n ") == 9
     assert cut_place("é".encode() * 3 + b"\xc3") == 6
-
-
-def test_nothing_in_the_second_half_but_white_space():
-    assert cut_place("word      ") == 10
+    assert cut_place("word      ") == 4
+    assert cut_place(b"wordword\r\n") == 8
+    assert cut_place(" " * 10) == 10
 
 
 @pytest.mark.parametrize(
@@ -336,7 +354,7 @@ def test_the_script_refuses(tmp_path, monkeypatch, capsys, arguments, sentence):
 def test_flags_are_checked_by_the_parser(capsys):
     for arguments, sentence in (
         (["--vocab_size", "0"], "--vocab_size: must be at least 1, not 0"),
-        (["--min_frequency", "x"], "--min_frequency: invalid positive_int value: 'x'"),
+        (["--min_frequency", "x"], "--min_frequency: 'x' is not a whole number"),
         (["--min_freq", "3"], "unrecognized arguments: --min_freq 3"),
     ):
         with pytest.raises(SystemExit) as stop:
