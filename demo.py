@@ -115,7 +115,7 @@ def steps(folder: Path, max_steps: int, device: str) -> list[Step]:
         "seq_length": 64,
         "local_batch_size": 32,
         "global_batch_size": 32,
-        "batch_reduction": 2,
+        "batch_reduction": 4,
         "max_steps": max_steps,
         "learning_rate": 2e-2,
         "warmup_proportion": 0.1,

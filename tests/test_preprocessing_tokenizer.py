@@ -124,7 +124,7 @@ def test_the_cache_changes_nothing_in_real_text(tokenizer, gpt2, monkeypatch):
 
 def test_no_place_between_visible_characters_is_white_space_for_the_library():
     """The cache cuts where Python sees white space; the library must not see more of it."""
-    visible = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000 and not chr(code).isspace())
+    visible = "".join(chr(code) for code in range(0x10000) if not 0xD800 <= code < 0xE000 and not chr(code).isspace())
     split = pre_tokenizers.Split(Regex(r"\s"), "isolated")
     assert len(split.pre_tokenize_str(visible)) == 1
     assert len(split.pre_tokenize_str("a b")) == 3

@@ -130,6 +130,9 @@ def _start_wandb(config: TrainingConfig, folder: Path, run_id: str, facts: Mappi
     mode = wandb_mode(config)
     if mode == "disabled":
         return None
+    print(
+        f"  wandb         {'online' if mode == 'online' else f'offline; upload with: wandb sync {folder}/wandb/*run*'}"
+    )
     import wandb
     from wandb.errors import Error as WandbError
 

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with its own classes.
 
 import contextlib
+import warnings
 
 import torch
 import torch._dynamo
@@ -29,6 +30,8 @@ def compile_layers(model: LTGBert) -> None:
     """
     # A layer's number reaches its dropout as a plain integer; unspecialised, all layers share one compilation.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    # Inductor's advice to its own developers, of no use to ours.
+    warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
     encoder = model.transformer
     for sublayer in (*encoder.attention_layers, *encoder.mlp_layers):
         sublayer.compile()

@@ -1,0 +1,236 @@
+"""tokenize_corpus, interrupted at any moment and by anything: run again, it ends with the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from tokenizing import command, contents, make_corpus, make_texts, make_tokenizer, tokenize
+
+import data.shards
+from data.shards import ShardWriter, tokenizer_hash
+from preprocessing import corpora, encoding, tokenize_corpus
+from preprocessing.corpora import find_inputs
+from preprocessing.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of a few documents, parts of documents of a few lines."""
+    monkeypatch.setattr(corpora, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(corpora, "DOCUMENT_BYTES", 4000)
+
+
+class Crash(BaseException):
+    """Nothing may catch it."""
+
+
+def crash_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Lets the process "die" at the number-th operation that changes the disk for good, before or after it."""
+    calls: list[str] = []
+
+    def wrapped(function: Callable) -> Callable:
+        def call(*arguments, **options):
+            calls.append(str(function))
+            if len(calls) == number // 2 + 1 and number % 2 == 0:
+                raise Crash
+            result = function(*arguments, **options)
+            if len(calls) == number // 2 + 1:
+                raise Crash
+            return result
+
+        return call
+
+    monkeypatch.setattr(data.shards.os, "fsync", wrapped(os.fsync))
+    monkeypatch.setattr(data.shards.os, "replace", wrapped(os.replace))
+    monkeypatch.setattr(Path, "unlink", wrapped(Path.unlink))
+
+
+def test_a_crash_at_any_moment_changes_nothing(tokenizer_path, tmp_path, monkeypatch, small_chunks):
+    """Continued after a death at each single fsync, rename and deletion; also with a death while continuing."""
+    tokenizer, digest = load_tokenizer(tokenizer_path), tokenizer_hash(tokenizer_path)
+    for module in (tokenize_corpus, encoding):  # once is enough for some hundred runs
+        monkeypatch.setattr(module, "load_tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr(tokenize_corpus, "tokenizer_hash", lambda path: digest)
+    monkeypatch.setattr(data.shards.os, "fsync", lambda descriptor: None)  # slow, and nothing here loses its power
+    source = tmp_path / "x.txt"
+    source.write_text("\n\n".join([*make_texts(12), "\n".join(make_texts(30)), *make_texts(6)]))
+
+    def attempt(output: Path) -> object:
+        return tokenize(source, output, tokenizer_path, 0.4, shard_size=900, journal_seconds=0)
+
+    attempt(tmp_path / "whole")
+    expected = contents(tmp_path / "whole")
+    number, output = 0, tmp_path / "out"
+    while True:
+        with monkeypatch.context() as patch:
+            crash_at(patch, number)
+            try:
+                attempt(output)
+                break  # the number is beyond the last operation
+            except Crash:
+                pass
+        manifests = [name for name in contents(output) if name.endswith("manifest.json")]
+        assert all(contents(output)[name] == expected[name] for name in manifests)  # complete or not there
+        with monkeypatch.context() as patch, suppress(Crash):
+            crash_at(patch, 10 if number % 3 else 25)
+            attempt(output)
+        attempt(output)
+        assert contents(output) == expected
+        shutil.rmtree(output)
+        number += 1
+    assert number > 80
+
+
+def test_finished_work_is_not_repeated(corpus, tokenizer_path, tmp_path, monkeypatch, small_chunks):
+    tokenize(corpus, tmp_path / "whole", tokenizer_path, shard_size=2000)
+    real, encoded = encoding.ChunkEncoder.__call__, []
+
+    def counted(self, chunk):
+        encoded.append(chunk.num_bytes)
+        if len(encoded) == 40:
+            raise Crash
+        return real(self, chunk)
+
+    monkeypatch.setattr(encoding.ChunkEncoder, "__call__", counted)
+    with pytest.raises(Crash):
+        tokenize(corpus, tmp_path / "out", tokenizer_path, shard_size=2000)
+    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.shard")}
+    assert len(finished) > 5
+    monkeypatch.setattr(encoding.ChunkEncoder, "__call__", real)
+    chunks = []
+    monkeypatch.setattr(
+        encoding.ChunkEncoder, "__call__", lambda self, chunk: (chunks.append(chunk.num_bytes), real(self, chunk))[1]
+    )
+    summary = tokenize(corpus, tmp_path / "out", tokenizer_path, shard_size=2000)
+    total = sum(chunk.num_bytes for chunk in corpora.read_chunks(find_inputs([corpus])))
+    assert total - sum(encoded[:39]) <= sum(chunks) < total - sum(encoded[:30])
+    assert all(path.stat().st_mtime_ns == modified for path, modified in finished.items())
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert summary is not None
+    assert summary.counts["text_bytes"] == total  # totals are of the folder, not of the last run
+
+
+def test_an_interruption_in_the_middle_of_a_chunk(corpus, tokenizer_path, tmp_path, monkeypatch, small_chunks):
+    """Ctrl-C may come when some of a chunk is written and some is not: that chunk is made again."""
+    tokenize(corpus, tmp_path / "whole", tokenizer_path, 0.4, shard_size=2000)
+    real, calls = ShardWriter.append, []
+
+    def interrupted(self, tokens, lengths=None):
+        calls.append(len(tokens))
+        if len(calls) == 30:
+            raise KeyboardInterrupt
+        real(self, tokens, lengths)
+        if len(calls) == 15:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ShardWriter, "append", interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(corpus, tmp_path / "out", tokenizer_path, 0.4, shard_size=2000)
+    tokenize(corpus, tmp_path / "out", tokenizer_path, 0.4, shard_size=2000)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory, tokenizer_path):
+    """9 MB in three files (enough to be caught in the middle) and what becomes of them."""
+    folder = tmp_path_factory.mktemp("large")
+    (folder / "in").mkdir()
+    text = "\n\n".join(make_texts(7000, seed=3))
+    for number in range(3):
+        (folder / "in" / f"{number}.txt").write_text((text + f"\n\n{number}\n\n") * 3)
+    tokenize(folder / "in", folder / "whole", tokenizer_path, 0.1, shard_size=200_000)
+    return folder
+
+
+def started(arguments: list[str], output: Path) -> subprocess.Popen[str]:
+    """A running process that has made some progress."""
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        journal = output / "journal.json"
+        if journal.exists() and json.loads(journal.read_text())["position"].get("offset", 0) > 0:
+            return process
+        time.sleep(0.005)
+    raise AssertionError(f"ended before it could be stopped: {process.communicate()}")
+
+
+def test_kill_9_with_workers(large, tokenizer_path, tmp_path):
+    output = tmp_path / "out"
+    process = started(command(large / "in", output, tokenizer_path, "--workers", 2), output)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    assert workers
+    assert not psutil.wait_procs(workers, timeout=20)[1]  # nobody stays behind
+    assert not list(output.rglob("manifest.json"))
+    tokenize(large / "in", output, tokenizer_path, 0.1, shard_size=200_000)
+    assert contents(output) == contents(large / "whole")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm(large, tokenizer_path, tmp_path, number, code):
+    """The whole group gets the signal, as from a terminal or a SLURM job that ends."""
+    output = tmp_path / "out"
+    process = started(command(large / "in", output, tokenizer_path, "--workers", 2), output)
+    os.killpg(process.pid, number)
+    printed, error = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert error.strip() == f"stopped: {output} is unfinished; the same command continues where it stopped"
+    assert printed == ""
+    assert not list(output.rglob("manifest.json"))
+    tokenize(large / "in", output, tokenizer_path, 0.1, shard_size=200_000)
+    assert contents(output) == contents(large / "whole")
+
+
+def test_a_worker_that_dies(large, tokenizer_path, tmp_path):
+    output = tmp_path / "out"
+    process = started(command(large / "in", output, tokenizer_path, "--workers", 2), output)
+    psutil.Process(process.pid).children()[-1].kill()
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 2
+    assert error.startswith("error: a worker process ended with exit code -9")
+    assert error.count("\n") == 1
+    tokenize(large / "in", output, tokenizer_path, 0.1, shard_size=200_000)
+    assert contents(output) == contents(large / "whole")
+
+
+def test_a_full_disk(large, tokenizer_path, tmp_path):
+    """A limit on the size of a file stands in for the disk; what fits is kept and continued."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+
+    output = tmp_path / "out"
+    arguments = command(large / "in", output, tokenizer_path)
+    done = subprocess.run(arguments, capture_output=True, text=True, preexec_fn=limit, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {output}")
+    assert "File too large; no unfinished file has a final name" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list(output.rglob("*.shard")) + list(output.rglob("manifest.json"))
+    tokenize(large / "in", output, tokenizer_path, 0.1, shard_size=200_000)
+    assert contents(output) == contents(large / "whole")

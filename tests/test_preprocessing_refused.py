@@ -1,0 +1,187 @@
+"""tokenize_corpus: what it refuses, in one sentence each, and what it never touches."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizing import contents, decoded, make_corpus, make_texts, make_tokenizer, run
+
+from data.shards import read_manifest
+from preprocessing import encoding, tokenize_corpus
+from preprocessing.train_tokenizer import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def flags(corpus, tokenizer_path, tmp_path):
+    """Flags of a run that was completed."""
+    found = ["--input", corpus, "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
+    assert run(*found) == 0
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one sentence with which the script ends."""
+    capsys.readouterr()
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_a_complete_folder_is_left_alone(flags, tmp_path, capsys):
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    assert run(*flags, "--workers", 2) == 0
+    assert "is complete already, from the same inputs and options" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_different_folder_is_refused_without_overwrite(flags, tokenizer_path, tmp_path, capsys):
+    other = tmp_path / "other.json"
+    train_tokenizer(iter(make_texts(300)), 330, 2).save(str(other))
+    changes = (
+        (["--shard_size", 1000], "differs in shard_size"),
+        (["--validation_fraction", "0.5"], "differs in validation_fraction"),
+        (["--text_field", "body"], "differs in text_field"),
+        (["--tokenizer_path", other], "differs in tokenizer"),
+        (["--input", flags[1] / "a.txt"], "differs in inputs"),
+    )
+    before = contents(tmp_path / "out")
+    for change, sentence in changes:
+        error = refused(capsys, *flags, *change)
+        assert sentence in error
+        assert "--overwrite" in error
+        assert contents(tmp_path / "out") == before
+    assert run(*flags, "--validation_fraction", "0.5", "--overwrite") == 0
+    assert set(os.listdir(tmp_path / "out")) == {"train", "validation"}
+    assert "differs in validation_fraction" in refused(capsys, *flags)
+    assert run(*flags, "--overwrite") == 0
+    assert contents(tmp_path / "out") == before
+
+
+def test_changed_inputs_are_noticed(corpus, tokenizer_path, tmp_path, capsys):
+    source = tmp_path / "x.txt"
+    source.write_text("first text")
+    flags = ["--input", source, "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
+    assert run(*flags) == 0
+    later = (tmp_path / "out" / "manifest.json").stat().st_mtime + 5
+    source.write_text("other text")  # of the same size
+    os.utime(source, (later, later))
+    assert "x.txt, which was changed later" in refused(capsys, *flags)
+    (tmp_path / "out" / "shard_00000.shard").write_bytes(b"")
+    os.utime(source, (later - 9, later - 9))
+    assert "shard_00000.shard has 0 bytes" in refused(capsys, *flags)
+
+
+def test_unfinished_work_is_only_continued_as_it_was_begun(corpus, tokenizer_path, tmp_path, monkeypatch, capsys):
+    def interrupted(self, chunk):
+        raise KeyboardInterrupt
+
+    source = shutil.copytree(corpus, tmp_path / "in")
+    flags = ["--input", source, "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding.ChunkEncoder, "__call__", interrupted)
+        assert run(*flags) == 130
+    assert "unfinished work that differs in shard_size" in refused(capsys, *flags, "--shard_size", 7)
+    with open(source / "a.txt", "a") as file:
+        file.write("more")
+    assert "unfinished work that differs in inputs" in refused(capsys, *flags)
+    assert run(*flags, "--overwrite") == 0
+    (tmp_path / "out" / "journal.json").write_text("{")
+    assert "journal.json is damaged; add --overwrite" in refused(capsys, *flags)
+
+
+def test_other_peoples_files_are_safe(corpus, tokenizer_path, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    flags = ["--input", corpus, "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
+    for more in ([], ["--overwrite"]):
+        assert "holds other files, such as thesis.txt" in refused(capsys, *flags, *more)
+    assert contents(tmp_path / "out") == {"thesis.txt": b"years of work"}
+    assert "is a file; give a folder" in refused(capsys, *flags, "--output", tmp_path / "out" / "thesis.txt")
+
+
+def test_the_tokenizer_may_lie_in_the_output_folder(corpus, tokenizer_path, tmp_path):
+    (tmp_path / "out").mkdir()
+    inside = shutil.copy(tokenizer_path, tmp_path / "out" / "tokenizer.json")
+    flags = ["--input", corpus, "--output", tmp_path / "out", "--tokenizer_path", inside]
+    assert run(*flags) == 0
+    assert run(*flags, "--shard_size", 5000, "--overwrite") == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer_path.read_bytes()
+
+
+def test_two_runs_at_once(flags, tmp_path, capsys):
+    descriptor = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert "is in use by another process" in refused(capsys, *flags)
+    os.close(descriptor)
+    assert run(*flags) == 0
+
+
+def test_malformed_lines_stop_or_are_counted(tokenizer_path, tmp_path, capsys):
+    good = [json.dumps({"text": text}) for text in make_texts(30)]
+    (tmp_path / "good.jsonl").write_text("\n".join(good))
+    lines = [*good[:10], '{"text": 1}', *good[10:20], "nonsense", '{"text": "  "}', *good[20:]]
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    flags = ["--input", tmp_path / "bad.jsonl", "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
+    for workers in (1, 2):
+        error = refused(capsys, *flags, "--workers", workers)
+        assert f"{tmp_path}/bad.jsonl, line 11: the text is int, not a string; mend it" in error
+        assert not (tmp_path / "out" / "manifest.json").exists()
+    assert run(*flags, "--skip_bad_lines") == 0  # goes on where the other stopped
+    assert "dropped: 1 empty documents, 2 malformed lines" in capsys.readouterr().out
+    assert decoded(tmp_path / "out") == make_texts(30)
+    assert read_manifest(tmp_path / "out")["created_by"]["bad_lines"] == 2
+    assert "differs in --skip_bad_lines" in refused(capsys, *flags)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (["--input", "none"], "--input none does not exist"),
+        (["--input", "empty.txt"], "--input holds no text in 1 files"),
+        (["--input", "bad.txt.gz"], "bad.txt.gz is damaged or truncated"),
+        (["--tokenizer_path", "none.json"], "cannot read the tokenizer none.json"),
+        (["--tokenizer_path", "x.txt"], "cannot read the tokenizer x.txt (not valid JSON)"),
+    ],
+)
+def test_bad_inputs(tokenizer_path, tmp_path, monkeypatch, capsys, change, sentence):
+    monkeypatch.chdir(tmp_path)
+    Path("x.txt").write_text("some text")
+    Path("empty.txt").write_text("\n\n")
+    Path("bad.txt.gz").write_bytes(gzip.compress(b"text")[:-4])
+    flags = ["--input", "x.txt", "--output", "out", "--tokenizer_path", tokenizer_path, *change]
+    assert sentence in refused(capsys, *flags)
+    assert not list(Path("out").glob("*.shard"))
+
+
+def test_bad_flags(capsys):
+    needed = ["--input", "a", "--output", "b", "--tokenizer_path", "c"]
+    for change, sentence in (
+        (["--validation_fraction", "1"], "--validation_fraction: must be at least 0 and below 1, not 1.0"),
+        (["--validation_fraction", "half"], "--validation_fraction: 'half' is not a number"),
+        (["--workers", "0"], "--workers: must be at least 1, not 0"),
+        (["--shard_size", "many"], "--shard_size: 'many' is not a whole number"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            tokenize_corpus.main([*needed, *change])
+        assert stop.value.code == 2
+        error = capsys.readouterr().err
+        assert sentence in error
+        assert error.count("\n") == 1
