@@ -112,9 +112,13 @@ class Shard:
         return self.tokens[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
     def drop_cache(self) -> None:
-        """Give the mapped pages back, so that resident memory does not grow with what was read; later reads work on."""
-        if "_map" in self.__dict__:
-            self._map.madvise(mmap.MADV_DONTNEED)
+        """Give the tokens' pages back, so that resident memory does not grow with what was read; later reads work on.
+
+        The offsets stay: 8 bytes a document, and every read needs some of them.
+        """
+        size = _offsets_start(self.num_tokens, self.dtype) // mmap.PAGESIZE * mmap.PAGESIZE
+        if "_map" in self.__dict__ and size:
+            self._map.madvise(mmap.MADV_DONTNEED, 0, size)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the map: another process opens its own."""
