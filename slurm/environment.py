@@ -58,6 +58,8 @@ def expand_node_list(text: str) -> list[str]:
     """
     hosts = []
     for part in _split_node_list(text):
+        if not re.fullmatch(r"(?:[^\[\]\s]+|\[[^\[\]\s]+\])+", part):
+            raise EnvironmentProblem(f"node list {text!r} does not follow SLURM's syntax")
         names = [""]
         for literal, ranges in re.findall(r"([^\[\]]*)(?:\[([^\[\]]*)\])?", part):
             names = [name + literal for name in names]
@@ -73,7 +75,7 @@ def expand_node_list(text: str) -> list[str]:
                     values += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
                 names = [name + value for name in names for value in values]
         hosts += names
-    if not hosts or any(re.search(r"[\[\]\s]", host) or not host for host in hosts):
+    if not hosts:
         raise EnvironmentProblem(f"node list {text!r} does not follow SLURM's syntax")
     return hosts
 

@@ -204,3 +204,26 @@ def test_two_processes_cannot_train_in_one_folder(inputs, tmp_path):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_initial_weights_are_taken_and_checked(inputs, whole, tmp_path):
+    start_line = training_lines(whole)[0]["train/masked_loss"]
+    run(flags(inputs, tmp_path, initial_weights=whole, max_steps=3, save_every=0))
+    first = training_lines(tmp_path / "run")[0]
+    assert first["step"] == 1
+    assert first["train/masked_loss"] < start_line - 1  # it knows something already
+    done = run(flags(inputs, tmp_path, "none", initial_weights=tmp_path / "nowhere"), check=False)
+    assert done.returncode == 2
+    assert "--initial_weights" in done.stderr
+    other = make_inputs(tmp_path / "wider", hidden_size=48)
+    done = run(flags(other, tmp_path, "wide", initial_weights=whole), check=False)
+    assert done.returncode == 2
+    assert "does not fit the model" in done.stderr
+
+
+@pytest.mark.parametrize(("numerator", "denominator"), [(0, 1), (1, 1)])
+def test_one_objective_alone(inputs, tmp_path, numerator, denominator):
+    run(flags(inputs, tmp_path, hybrid_numerator=numerator, hybrid_denominator=denominator, max_steps=4, save_every=0))
+    for line in training_lines(tmp_path / "run"):
+        assert ("train/masked_loss" in line, "train/causal_loss" in line) == (numerator == 1, numerator == 0)
+        assert line["stats/masked_rows"] == (line["stats/global_batch_size"] if numerator else 0)
