@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import shlex
 import sys
@@ -43,6 +44,7 @@ from training.summary import describe
 from training.validation import validate
 
 _PROBLEM = "a problem"
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _INITIALISATION = 301  # purpose of the key that seeds the initial weights
 
 _Result = TypeVar("_Result")
@@ -70,6 +72,11 @@ def main(arguments: Sequence[str], description: str, make_world: Callable[[str],
         return 1 if isinstance(error, CheckpointError | NonFiniteError) else 2
     except OtherRankFailed:
         return 1
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        print(f"error: {error.filename or 'a file of the run'}: {error.strerror}", file=sys.stderr, flush=True)
+        return 1
     except KeyboardInterrupt:
         print("interrupted before the first step; nothing was lost", file=sys.stderr, flush=True)
         return 130
@@ -84,7 +91,7 @@ def on_main(world: World, function: Callable[[], _Result]) -> _Result:
     if world.is_main:
         try:
             result = function()
-        except USER_ERRORS as problem:
+        except Exception as problem:  # whatever it is, the other ranks wait to hear of it
             error = problem
     failed, shared = world.from_main((error is not None, result))
     if error is not None:
