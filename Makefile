@@ -59,7 +59,8 @@ lint: setup  ## ruff (lint and format) and pyright
 	$(RUN) -m pyright --pythonpath "$$($(RUN) -c 'import sys; print(sys.executable)')"
 
 bench: setup  ## every benchmark, one after the other; each prints JSON
-	@for file in benchmarks/[a-z]*.py; do echo "$(RUN) $$file"; $(RUN) $$file; done
+	$(RUN) benchmarks/loader.py
+	$(RUN) benchmarks/throughput.py
 
 clean:  ## remove caches and demo_output/ (.venv stays)
 	rm -rf demo_output bench_output .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

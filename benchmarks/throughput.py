@@ -19,6 +19,8 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import torch
+
 from benchmarks.synthetic import write_inputs
 from model import ModelConfig
 from training.metrics import read_metrics
@@ -91,6 +93,11 @@ def main() -> int:
     )
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()
+    if options.device == "auto" and not torch.cuda.is_available():
+        print(
+            "error: no CUDA device to measure; --device cpu measures this CPU (take a small --config)", file=sys.stderr
+        )
+        return 2
     results = []
     with tempfile.TemporaryDirectory() as folder:
         vocab_size = ModelConfig.from_json(options.config).vocab_size

@@ -188,11 +188,11 @@ def test_non_finite_loss_stops_and_names_the_last_good_checkpoint(inputs, tmp_pa
     code, error = attempt(arguments, capsys)
     assert code == 1
     assert error.startswith("error: step ")
-    assert "the last good checkpoint is" in error or "no checkpoint was written yet" in error
+    assert "the last good checkpoint is" in error
     assert "--learning_rate" in error
     for path in list_checkpoints(tmp_path / "run" / "checkpoints"):
         for name, tensor in locate(path).tensors("model").items():
-            assert np.isfinite(tensor.numpy()).all() or path.name != "step_00000001", name
+            assert np.isfinite(tensor.numpy()).all(), (path, name)
 
 
 def test_non_finite_loss_names_rank_and_objective(inputs, tmp_path):

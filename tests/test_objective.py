@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import cast
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,8 @@ from hypothesis import strategies as st
 
 from data.masking import IGNORE_INDEX, ModelInputs
 from data.plan import CAUSAL, MASKED
+from slurm.environment import Environment
+from training.distributed import World
 from training.objective import (
     CORRECT,
     COUNT,
@@ -21,6 +26,8 @@ from training.objective import (
     target_positions,
     target_scores,
 )
+from training.setup import Inputs
+from training.step import NonFiniteError, PendingStep, StepLog
 
 
 @settings(deadline=None)
@@ -82,3 +89,21 @@ def test_no_targets_at_all():
     assert target_positions(labels, 0).tolist() == []
     scores = target_scores(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64))
     assert sums_by_objective(scores, torch.zeros(0, dtype=torch.bool)).abs().sum() == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_loss_names_step_rank_and_objective(bad):
+    """Three ranks of which the last has a bad causal loss: every rank says so."""
+
+    @dataclass(frozen=True)
+    class ThreeRanks(World):
+        def gather(self, value):
+            return [[1.0, 0.0], [2.0, 0.0], value]
+
+    local = torch.zeros(2, 4, dtype=torch.float64)
+    local[CAUSAL, LOSS] = bad
+    pending = PendingStep({"step": 7}, (0.5, 0.5), local, local, torch.tensor(1.0), None, {}, 10, 1.0)
+    world = ThreeRanks(2, 3, torch.device("cpu"), Environment("none"))
+    log = StepLog(cast(Inputs, None), world)  # a bad step is noticed before anything of the run is needed
+    with pytest.raises(NonFiniteError, match="step 7: rank 2, causal objective"):
+        log.push(pending)
