@@ -5,14 +5,16 @@
 #   VENV=               (empty) no virtual environment: use $(PYTHON) and the packages it has, installing nothing. For GPU
 #                       machines and clusters that bring their own torch: `make test-gpu VENV=`, `make demo VENV=`
 #   ARGS='-k loader'    more arguments for pytest (`make test`, `make test-gpu`) or for the demo (`make demo`)
+#   SLURM_ARGS=...      the same for `make test-slurm`
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+SLURM_ARGS ?=
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint bench clean
+.PHONY: help setup demo test test-slurm test-gpu lint bench clean
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON)
@@ -45,8 +47,12 @@ demo: setup  ## corpus, tokenizer, shards, a tiny hybrid model, its plot and wha
 	@$(RUN) demo.py $(ARGS)
 
 # pytest comes last and bare: its summary line, which CI reads, is the last line of `make test`.
-test: lint  ## lint, then every test that needs neither GPU nor SLURM
+test: lint test-slurm  ## lint, then every test that this machine can run without a GPU
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu and not slurm" $(ARGS)
+
+# One process, and by themselves: these tests wait for SLURM's clocks, and share its one cluster.
+test-slurm: setup  ## the tests on a real SLURM, which they install (apt, as root) and start; elsewhere they say why not
+	$(RUN) -m pytest -n 0 -m slurm $(SLURM_ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu needs a CUDA device, and torch %s sees none here" % torch.__version__)'

@@ -5,14 +5,13 @@ The training itself is training/loop.py; this script only says how the world is 
 
 import sys
 
-from training.distributed import start_world
-from training.loop import main
+from slurm.preemption import early_signals
 
 if __name__ == "__main__":
-    sys.exit(
-        main(
-            sys.argv[1:],
-            "Hybrid masked/causal pretraining on many devices: start with srun in a SLURM job, or with torchrun.",
-            start_world,
-        )
-    )
+    signals = early_signals()  # before torch is imported: that takes seconds, and SLURM may not wait
+
+    from training.distributed import start_world
+    from training.loop import main
+
+    about = "Hybrid masked/causal pretraining on many devices: start with srun in a SLURM job, or with torchrun."
+    sys.exit(main(sys.argv[1:], about, start_world, signals))

@@ -5,8 +5,13 @@ The training itself is training/loop.py; this script only says how the world is 
 
 import sys
 
-from training.distributed import single_world
-from training.loop import main
+from slurm.preemption import early_signals
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], "Hybrid masked/causal pretraining on one device: a CUDA GPU or the CPU.", single_world))
+    signals = early_signals()  # before torch is imported: that takes seconds, and SLURM may not wait
+
+    from training.distributed import single_world
+    from training.loop import main
+
+    about = "Hybrid masked/causal pretraining on one device: a CUDA GPU or the CPU."
+    sys.exit(main(sys.argv[1:], about, single_world, signals))

@@ -31,8 +31,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from data.files import PARTIAL_SUFFIX, sync_folder, write_atomically
+
 SHARD_SUFFIX = ".shard"
-PARTIAL_SUFFIX = ".partial"
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = "token-shards"
 FORMAT_VERSION = 1
@@ -328,31 +329,6 @@ def sha256_file(path: str | Path) -> str:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable: a rename is on the disk only when its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: str | Path, content: bytes) -> None:
-    """Puts `content` under `path` durably; a reader sees the old file or the new one, never a part."""
-    path = Path(path)
-    temporary = path.with_name(path.name + PARTIAL_SUFFIX)
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
 
 
 def _cut(file: BinaryIO, size: int) -> None:

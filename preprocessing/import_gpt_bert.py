@@ -31,7 +31,8 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from data.shards import sha256_file, sync_folder, tokenizer_hash, write_atomically
+from data.files import sync_folder, write_atomically
+from data.shards import sha256_file, tokenizer_hash
 from preprocessing.command_line import CommandError, Parser, positive_int, run
 from preprocessing.shard_folder import FolderPlan, ShardFolder
 from preprocessing.tokenizer import load_tokenizer, special_ids, vocabulary_size

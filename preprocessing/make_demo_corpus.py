@@ -30,7 +30,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 from tqdm import tqdm
 
-from data.shards import write_atomically
+from data.files import write_atomically
 from preprocessing.command_line import CommandError, Parser, positive_int, run
 
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_vendor", "vendor"}

@@ -19,13 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from data.shards import MANIFEST_NAME, read_manifest, resolve_shards, sync_folder, write_atomically, write_manifest
+from data.files import sync_folder, write_atomically
+from data.shards import MANIFEST_NAME, read_manifest, resolve_shards, write_manifest
 from preprocessing.command_line import CommandError
-from preprocessing.split_writer import EMPTY_STATE, SplitWriter
+from preprocessing.split_writer import EMPTY_STATE, WORDS_NAME, SplitWriter
 
 JOURNAL_NAME = "journal.json"
 TOKENIZER_NAME = "tokenizer.json"
-_OURS = re.compile(r"(shard_\d+\.shard(\.offsets)?|manifest\.json|journal\.json|tokenizer\.json)(\.partial)?")
+_OURS = re.compile(
+    rf"(shard_\d+\.shard(\.offsets)?|manifest\.json|journal\.json|tokenizer\.json|{WORDS_NAME})(\.partial)?"
+)
 _SPLITS = ("train", "validation")
 
 
@@ -36,6 +39,8 @@ class FolderPlan:
     identity: all that decides the content; an unfinished folder with another identity is not continued.
     made_by: the part of it that does not depend on where the inputs lie; goes into the manifest.
     splits: ("",) for shards in the folder itself, or ("train", "validation").
+    keep_words: whether each split also holds the words of each document, see SplitWriter.
+    start_again: how the user starts again from nothing; ends messages.
     """
 
     folder: Path
@@ -48,6 +53,8 @@ class FolderPlan:
     skip_bad_lines: bool
     identity: dict[str, Any]
     made_by: dict[str, Any]
+    keep_words: bool = False
+    start_again: str = "add --overwrite"
 
 
 class ShardFolder:
@@ -68,23 +75,34 @@ class ShardFolder:
         """Prepares a new folder, or restores an unfinished one; False if it is complete already, with the same content.
         Raises CommandError if it holds something else."""
         folder = self.plan.folder
-        if folder.exists() and not folder.is_dir():
-            raise CommandError(f"--output {folder} is a file; give a folder")
+        self._refuse_file()
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(folder)
-        _refuse_foreign_files(folder)
-        journal = _read_journal(folder / JOURNAL_NAME)
-        if journal is not None and not overwrite:
-            self._check_journal(journal)
+        if overwrite:
+            _refuse_foreign_files(folder)
+        elif self.is_complete():
+            return False
+        elif (journal := self._read_journal()) is not None:
             self._start(journal)
             return True
-        complete = [folder / name for name in (*_SPLITS, "") if (folder / name / MANIFEST_NAME).exists()]
-        if complete and not overwrite:
-            self._check_complete(complete)
-            return False
         _clear(folder, self.plan.tokenizer_path)
         self._start(None)
         return True
+
+    def is_complete(self) -> bool:
+        """Whether the folder holds all of the plan; takes no lock and changes nothing. Raises CommandError if it holds
+        something else than that or a beginning of it."""
+        folder = self.plan.folder
+        self._refuse_file()
+        _refuse_foreign_files(folder)
+        journal = self._read_journal()
+        if journal is not None:
+            self._check_journal(journal)
+            return False
+        complete = [folder / name for name in (*_SPLITS, "") if (folder / name / MANIFEST_NAME).exists()]
+        if complete:
+            self._check_complete(complete)
+        return bool(complete)
 
     def add(
         self,
@@ -175,6 +193,10 @@ class ShardFolder:
             writer.close()
         _clear(self.plan.folder, self.plan.tokenizer_path)
 
+    def _refuse_file(self) -> None:
+        if self.plan.folder.exists() and not self.plan.folder.is_dir():
+            raise CommandError(f"--output {self.plan.folder} is a file; give a folder")
+
     def _start(self, journal: dict[str, Any] | None) -> None:
         plan = self.plan
         if journal is None:  # the journal comes first: shards without one would be somebody else's
@@ -184,7 +206,8 @@ class ShardFolder:
         for number, name in enumerate(plan.splits):
             state = journal["splits"][number] if journal and journal["splits"] else EMPTY_STATE
             make = (plan.tokenizer_hash, plan.vocab_size, plan.shard_size)
-            self.writers.append(SplitWriter(plan.folder / name, *make, state))
+            options = {"keep_words": plan.keep_words, "start_again": plan.start_again}
+            self.writers.append(SplitWriter(plan.folder / name, *make, state, **options))
 
     def _write_journal(self) -> None:
         journal = {
@@ -196,14 +219,26 @@ class ShardFolder:
         }
         write_atomically(self.plan.folder / JOURNAL_NAME, json.dumps(journal).encode())
 
+    def _read_journal(self) -> dict[str, Any] | None:
+        path = self.plan.folder / JOURNAL_NAME
+        try:
+            journal = json.loads(path.read_text(encoding="utf-8"))
+            if set(journal) >= {"identity", "position", "counts", "part_split", "splits"}:
+                return journal
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError):
+            pass
+        raise CommandError(f"{path} is damaged; {self.plan.start_again} to start again")
+
     def _check_journal(self, journal: dict[str, Any]) -> None:
-        difference = _difference(journal["identity"], self.plan.identity)
+        difference = first_difference(journal["identity"], self.plan.identity)
         if not difference and journal["counts"].get("bad_lines", 0) and not self.plan.skip_bad_lines:
             difference = "--skip_bad_lines"
         if difference:
             raise CommandError(
                 f"--output {self.plan.folder} holds unfinished work that differs in {difference}; run that to its "
-                "end, choose another folder, or add --overwrite to start again"
+                f"end, choose another folder, or {self.plan.start_again} to start again"
             )
 
     def _check_complete(self, complete: list[Path]) -> None:
@@ -213,7 +248,7 @@ class ShardFolder:
             manifest = read_manifest(part)
             created_by = manifest["created_by"]
             kept = {name: created_by.get(name) for name in self.plan.made_by}
-            difference = difference or _difference(kept, self.plan.made_by)
+            difference = difference or first_difference(kept, self.plan.made_by)
             if not difference and manifest["tokenizer_hash"] != self.plan.tokenizer_hash:
                 difference = "tokenizer"
             if not difference and created_by.get("bad_lines", 0) and not self.plan.skip_bad_lines:
@@ -226,26 +261,14 @@ class ShardFolder:
                 difference = f"{newer[0]}, which was changed later"
         if difference:
             raise CommandError(
-                f"--output {folder} holds a corpus that differs in {difference}; choose another folder, or add "
-                "--overwrite to replace it"
+                f"--output {folder} holds a corpus that differs in {difference}; choose another folder, or "
+                f"{self.plan.start_again} to replace it"
             )
 
 
-def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """The first key whose values differ, "" if none do."""
-    return next((key for key in wanted if found.get(key) != wanted[key]), "")
-
-
-def _read_journal(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    try:
-        journal = json.loads(path.read_text(encoding="utf-8"))
-        if set(journal) >= {"identity", "position", "counts", "part_split", "splits"}:
-            return journal
-    except (ValueError, TypeError):
-        pass
-    raise CommandError(f"{path} is damaged; add --overwrite to start again")
+def first_difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """The first key whose values differ or that one of them lacks, "" if none does."""
+    return next((key for key in {**wanted, **found} if found.get(key) != wanted.get(key)), "")
 
 
 def _our_files(folder: Path) -> list[Path]:

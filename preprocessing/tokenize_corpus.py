@@ -6,16 +6,22 @@ The main process reads, cuts the input into chunks of about 1 MiB at document bo
 encode. Documents come out in the order of the input, so the files are the same for any number of workers. What a
 document becomes follows from its text alone, and where a shard ends from the tokens before it, so they are also the
 same after any interruption. Documents get no special tokens; "</s>" inside a text is encoded as text.
+
+With --part I --parts N it does one of N shares of the files, and the last of the N merges them (parts.py);
+slurm/preprocess.sbatch does that as a job array. The result is again the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -23,9 +29,18 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 from tqdm import tqdm
 
 from data.shards import FORMAT_VERSION, tokenizer_hash
-from preprocessing.command_line import CommandError, Parser, add_input_flags, fraction, positive_int, run
+from preprocessing.command_line import (
+    CommandError,
+    Parser,
+    Terminated,
+    add_input_flags,
+    fraction,
+    positive_int,
+    run,
+)
 from preprocessing.corpora import DOCUMENT_BYTES, CorpusError, InputFile, Position, find_inputs, read_chunks
 from preprocessing.encoding import EncodedChunk, EncoderSettings, encode_in_order
+from preprocessing.parts import PartsFolder, number_of_parts, refuse_parts, share
 from preprocessing.shard_folder import FolderPlan, ShardFolder
 from preprocessing.tokenizer import load_tokenizer, vocabulary_size
 
@@ -68,8 +83,84 @@ def tokenize_files(
 
     shard_size: tokens after which a shard ends with its document. journal_seconds: how much work a crash may cost.
     Raises CorpusError or ShardError for bad input, CommandError if the folder holds something else."""
-    folder = ShardFolder(_plan(files, output, settings, shard_size))
-    try:
+    refuse_parts(output)
+    plan = _plan(files, output, settings, shard_size)
+    options = {"workers": workers, "journal_seconds": journal_seconds, "progress": progress}
+    return _fill(plan, files, settings, overwrite=overwrite, **options)
+
+
+def tokenize_part(
+    files: Sequence[InputFile],
+    output: Path,
+    settings: EncoderSettings,
+    part: int,
+    parts: int,
+    *,
+    workers: int = 1,
+    shard_size: int = DEFAULT_SHARD_SIZE,
+    journal_seconds: float = 10.0,
+    progress: bool = False,
+) -> Summary | str:
+    """Tokenises one of `parts` shares of the files and, if it is the last, merges all of them into the shard folder
+    that tokenize_files would make. Returns the totals after a merge, else one line on what was found or done.
+
+    Raises as tokenize_files does, also if the parts do not agree or another process makes this one."""
+    folder = PartsFolder(_plan(files, output, settings, shard_size), parts)
+    if not folder.begin():
+        return _complete_line(output)
+    mine = share(files, part, parts)
+    with folder.holding(part):
+        plan = folder.part_plan(part, _plan(mine, output, settings, shard_size))
+        options = {"workers": workers if mine else 1, "journal_seconds": journal_seconds, "progress": progress}
+        _fill(plan, mine, settings, may_be_empty=True, **options)
+    complete = folder.record(part)
+    line = f"part {part} ({len(mine)} of {len(files)} files) is complete, as are {complete} of {parts} parts"
+    if complete < parts:
+        return f"{line}; whoever completes the last merges them"
+    if not folder.can_lock:  # another process may see the same, and two would spoil each other's work
+        return f"{line}; the file system of {output} has no locks, so run the same with --merge instead of --part"
+    return _merge(folder, journal_seconds)
+
+
+def merge_parts(
+    files: Sequence[InputFile],
+    output: Path,
+    settings: EncoderSettings,
+    parts: int | None = None,
+    *,
+    shard_size: int = DEFAULT_SHARD_SIZE,
+    journal_seconds: float = 10.0,
+) -> Summary | str:
+    """Only the merge of tokenize_part, for parts that are complete. parts: None for as many as were begun."""
+    folder = PartsFolder(_plan(files, output, settings, shard_size), parts or number_of_parts(output) or 1)
+    return _merge(folder, journal_seconds) if folder.begin(create=False) else _complete_line(output)
+
+
+def _merge(folder: PartsFolder, journal_seconds: float) -> Summary | str:
+    started = time.monotonic()
+    with _naming(folder.plan.folder):
+        merged = folder.merge(journal_seconds)
+    return _complete_line(folder.plan.folder) if merged is None else _summary(merged, started, 0)
+
+
+def _complete_line(output: Path) -> str:
+    return f"{output} is complete already, from the same inputs and options: nothing to do"
+
+
+def _fill(
+    plan: FolderPlan,
+    files: Sequence[InputFile],
+    settings: EncoderSettings,
+    *,
+    workers: int,
+    journal_seconds: float,
+    progress: bool,
+    overwrite: bool = False,
+    may_be_empty: bool = False,
+) -> Summary | None:
+    """Tokenises files into the folder of a plan; None if it was complete already."""
+    folder = ShardFolder(plan)
+    with _naming(plan.folder), closing(folder):
         if not folder.open(overwrite):
             return None
         start = Position(**folder.position)
@@ -92,21 +183,30 @@ def tokenize_files(
                 raise
             finally:
                 encoded_chunks.close()
-        if not sum(writer.total("documents") for writer in folder.writers):
+        if not may_be_empty and not sum(writer.total("documents") for writer in folder.writers):
             folder.clear()
             raise CorpusError(f"--input holds no text in {len(files)} files; check --input and --text_field")
         folder.complete()
-        seconds = time.monotonic() - started
-        splits = [
-            SplitSummary(name, len(writer.finished), *(writer.total(key) for key in ("documents", "words", "tokens")))
-            for name, writer in zip(folder.plan.splits, folder.writers, strict=True)
-        ]
-        rate = (folder.counts["text_bytes"] - bytes_before) / max(seconds, 1e-9)
-        return Summary(splits, folder.counts, seconds, rate)
-    except OSError as error:  # a full disk: say where
-        raise OSError(error.errno, error.strerror, error.filename or str(output)) from error
-    finally:
-        folder.close()
+        return _summary(folder, started, bytes_before)
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """A full disk: say where."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(folder)) from error
+
+
+def _summary(folder: ShardFolder, started: float, bytes_before: int) -> Summary:
+    seconds = time.monotonic() - started
+    splits = [
+        SplitSummary(name, len(writer.finished), *(writer.total(key) for key in ("documents", "words", "tokens")))
+        for name, writer in zip(folder.plan.splits, folder.writers, strict=True)
+    ]
+    rate = (folder.counts.get("text_bytes", 0) - bytes_before) / max(seconds, 1e-9)
+    return Summary(splits, folder.counts, seconds, rate)
 
 
 def _plan(files: Sequence[InputFile], output: Path, settings: EncoderSettings, shard_size: int) -> FolderPlan:
@@ -196,6 +296,21 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
     parser.add_argument(
+        "--part",
+        type=int,
+        metavar="I",
+        help="do only this one, counted from 0, of --parts shares of the files; the process that completes the last "
+        "share merges all of them into the folder that one process would have made (default: 0)",
+    )
+    parser.add_argument(
+        "--parts",
+        type=positive_int,
+        metavar="N",
+        help="shares of whole files, about equal in bytes, for as many processes; the same for all of them (default: "
+        "1; with --merge: as many as were begun)",
+    )
+    parser.add_argument("--merge", action="store_true", help="only merge parts that are complete already")
+    parser.add_argument(
         "--journal_seconds",
         type=float,
         default=10.0,
@@ -205,31 +320,55 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _check_parts(arguments: argparse.Namespace) -> None:
+    part, parts, output = arguments.part, arguments.parts or 1, arguments.output
+    in_parts = arguments.merge or parts > 1
+    if arguments.merge and part is not None:
+        raise CommandError(f"--merge makes no part, so --part {part} has no meaning; leave one of them out")
+    if arguments.overwrite and in_parts:
+        what = "--merge" if arguments.merge else f"--parts {parts}"
+        raise CommandError(
+            f"--overwrite with {what} would remove what other processes have made; remove {output} by hand instead"
+        )
+    if part is None and parts > 1 and not arguments.merge:
+        raise CommandError(f"--parts {parts} needs --part, 0 to {parts - 1}: the share of this process; add it")
+    if part is not None and not 0 <= part < parts:
+        remedy = "count parts from 0" if arguments.parts else "say how many there are with --parts N"
+        raise CommandError(f"--part {part} lies outside 0..{parts - 1}, the parts of --parts {parts}; {remedy}")
+
+
 def command(arguments: argparse.Namespace) -> int:
+    _check_parts(arguments)
     files = find_inputs(arguments.input)
     settings = EncoderSettings(
         arguments.tokenizer_path, arguments.text_field, arguments.skip_bad_lines, arguments.validation_fraction
     )
-    summary = tokenize_files(
-        files,
-        arguments.output,
-        settings,
-        workers=arguments.workers,
-        shard_size=arguments.shard_size,
-        overwrite=arguments.overwrite,
-        journal_seconds=arguments.journal_seconds,
-        progress=sys.stderr.isatty(),
-    )
-    if summary is None:
-        print(f"{arguments.output} is complete already, from the same inputs and options: nothing to do")
+    merging = {"shard_size": arguments.shard_size, "journal_seconds": arguments.journal_seconds}
+    options = {**merging, "workers": arguments.workers, "progress": sys.stderr.isatty()}
+    if arguments.merge:
+        result = merge_parts(files, arguments.output, settings, arguments.parts, **merging)
+    elif (arguments.parts or 1) > 1:
+        result = tokenize_part(files, arguments.output, settings, arguments.part, arguments.parts, **options)
     else:
-        print_summary(summary)
+        result = tokenize_files(files, arguments.output, settings, overwrite=arguments.overwrite, **options)
+    if isinstance(result, Summary):
+        print_summary(result)
+    else:
+        print(result or _complete_line(arguments.output))
     return 0
+
+
+def _stop(_number: int, _frame: object) -> NoReturn:
+    raise Terminated
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    return run(command, arguments, f"{arguments.output} is unfinished; the same command continues where it stopped")
+    previous = signal.signal(signal.SIGUSR1, _stop)  # SLURM's warning before a time limit, where a job asks for it
+    try:
+        return run(command, arguments, f"{arguments.output} is unfinished; the same command continues where it stopped")
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer, trainers
 from tqdm import tqdm
 
-from data.shards import write_atomically
+from data.files import write_atomically
 from preprocessing.command_line import CommandError, Parser, add_input_flags, positive_int, run
 from preprocessing.corpora import CorpusError, InputFile, find_inputs, read_chunks
 from preprocessing.documents import parse_chunk

@@ -1,29 +1,172 @@
-"""Signals that ask a run to stop: they set a flag, and the training loop acts on it at the next step boundary."""
+"""When a run has to stop, and how its job starts again: signals, the job's time limit, and the requeue.
+
+Signals set a flag, and the training loop acts on it at the next step boundary. What SLURM knows about the job is asked
+of its commands, once at the start and when something depends on it; where they are missing (in a container), the job
+script has put the time limit into the environment and does the requeue itself.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import subprocess
+import time
+from dataclasses import dataclass
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+from slurm.environment import Environment
+
+_COMMAND_SECONDS = 30  # a busy controller may take long to answer
+_ASK_AGAIN_SECONDS = 15.0  # between questions once the limit is near: it may have been extended
+_COMES_BACK = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+
+REQUEUED, CANCELLED, NO_COMMAND, REFUSED = "requeued", "cancelled", "no scontrol", "refused"
 
 
 class StopSignals:
-    """Context manager that turns stop signals into `received`; a further signal changes nothing."""
+    """Context manager that turns stop signals into `received`; a further signal changes nothing.
 
-    def __init__(self) -> None:
+    SIGUSR1, SIGUSR2 and SIGTERM ask to save and, in a SLURM job, to be started again; SIGINT asks to save and end.
+    """
+
+    def __init__(self, *numbers: signal.Signals) -> None:
         self.received: str | None = None
+        self.stopped_early = False  # set by whoever acts on a stop, for the caller to know
+        self._numbers = numbers or (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
         self._previous: dict[int, object] = {}
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.received is None:
             self.received = signal.Signals(number).name
 
+    def install(self, *numbers: signal.Signals) -> None:
+        """Handle these signals too, until the context ends."""
+        for number in numbers:
+            if number not in self._previous:
+                self._previous[number] = signal.signal(number, self._handle)
+
     def __enter__(self) -> StopSignals:
-        for number in _SIGNALS:
-            self._previous[number] = signal.signal(number, self._handle)
+        self.install(*self._numbers)
         return self
 
     def __exit__(self, *_exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned before
+        self._previous.clear()
+
+
+def early_signals() -> StopSignals:
+    """Handlers for the time before training begins: importing torch takes seconds in which SLURM may send a signal.
+
+    Only inside a SLURM job. Elsewhere SIGTERM and Ctrl-C end a program that has not begun, as everyone expects.
+    """
+    signals = StopSignals(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    return signals.__enter__() if "SLURM_JOB_ID" in os.environ else signals
+
+
+# Asking SLURM
+
+
+def _ask(*command: str) -> subprocess.CompletedProcess[str] | None:
+    """Run a SLURM command; None where there is none or it does not answer."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What SLURM says about a job now.
+
+    seconds_left: until its time limit; None where it has none, or where it is over. restarts: requeues so far.
+    """
+
+    state: str
+    seconds_left: float | None
+    restarts: int
+
+
+def parse_duration(text: str) -> float | None:
+    """Seconds of SLURM's [[D-]H:]M:S; None for UNLIMITED, INVALID and the like."""
+    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip())
+    if not match:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def job_facts(job_id: str) -> JobFacts | None:
+    """The facts of a job; None where SLURM cannot be asked or does not know the job."""
+    fields = "--Format=State:.30,TimeLeft:.30,RestartCnt:.12"
+    answer = _ask("squeue", "--noheader", "--states=all", "--jobs", job_id, fields)
+    words = answer.stdout.split() if answer is not None and answer.returncode == 0 else []
+    if len(words) != 3 or not words[2].isdigit():
+        return None
+    return JobFacts(words[0], parse_duration(words[1]), int(words[2]))
+
+
+def _is_cancelled(facts: JobFacts) -> bool:
+    """Whether somebody has ended the job. `scontrol requeue` would bring even such a job back.
+
+    While its processes end, a job is COMPLETING whatever the reason; only one that ran out of time has none left.
+    """
+    return facts.state == "CANCELLED" or (facts.state == "COMPLETING" and (facts.seconds_left or 0) > 0)
+
+
+def requeue(job_id: str, restart_count: int) -> tuple[str, str]:
+    """Have SLURM start this job again; to be called by one process only.
+
+    restart_count: what this start of the job was told. Returns an outcome and, where it was refused, SLURM's words:
+    REQUEUED (also where SLURM does so already), CANCELLED (somebody ended the job: leave it), NO_COMMAND (no scontrol
+    here) or REFUSED (such as a job of --no-requeue).
+    """
+    facts = job_facts(job_id)
+    if facts is not None:
+        if facts.restarts > restart_count or facts.state in _COMES_BACK:
+            return REQUEUED, ""
+        if _is_cancelled(facts):
+            return CANCELLED, ""
+    answer = _ask("scontrol", "requeue", job_id)
+    if answer is None:
+        return NO_COMMAND, ""
+    if answer.returncode == 0 or "pending" in answer.stderr.lower():  # pending: a requeue came before ours
+        return REQUEUED, ""
+    return REFUSED, " ".join(answer.stderr.split())
+
+
+class TimeLimit:
+    """Knows when the job's time is up. Asked at every step, it looks at a clock; it asks SLURM only near the end."""
+
+    def __init__(self, environment: Environment):
+        self._job_id = environment.job_id
+        self._end: float | None = None  # on time.monotonic()
+        self._next_question = 0.0
+        if self._job_id is None:
+            return
+        if not self._update() and environment.end_time is not None:
+            self._end = time.monotonic() + environment.end_time - time.time()
+
+    def _update(self) -> bool:
+        facts = job_facts(self._job_id) if self._job_id is not None else None
+        if facts is None:
+            return False
+        self._end = None if facts.seconds_left is None else time.monotonic() + facts.seconds_left
+        return True
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to the limit; None where there is none."""
+        return None if self._end is None else self._end - time.monotonic()
+
+    def reached(self, lead: float) -> bool:
+        """Whether fewer than `lead` seconds are left. Before it says so, it asks whether the limit has been moved."""
+        left = self.seconds_left
+        if left is None or left > lead:
+            return False
+        if time.monotonic() >= self._next_question:
+            self._next_question = time.monotonic() + _ASK_AGAIN_SECONDS
+            self._update()
+            left = self.seconds_left
+        return left is not None and left <= lead

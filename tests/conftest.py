@@ -9,12 +9,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from cluster import CannotRun, Cluster, obstacle
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# Continuous integration sets it: there, a SLURM that cannot be started is a failure.
+REQUIRE_SLURM = os.environ.get("REQUIRE_SLURM") == "1"
+LONGEST_PREFIX = 60  # of slurm_cluster.sh, which makes unix sockets in that folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,9 +28,54 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lacking = {}
     if not torch.cuda.is_available():
         lacking["gpu"] = "needs a CUDA device"
-    if shutil.which("sbatch") is None:
-        lacking["slurm"] = "needs SLURM"
+    if (reason := obstacle()) and not REQUIRE_SLURM:
+        lacking["slurm"] = reason
     for item in items:
         for mark, reason in lacking.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say why tests on SLURM were skipped: whoever asks for them wants to know without -rs."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", ()) if "slurm" in report.keywords]
+    for reason in sorted({report.longrepr[2] for report in skipped}):
+        terminalreporter.write_line(f"tests on SLURM: {reason}")
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A running SLURM of four nodes with four pretended GPUs each, idle when a test begins (`Cluster` in cluster.py).
+
+    Every test starts with its own `cluster.folder`, and what it leaves running or broken is cancelled and mended.
+    """
+    prefix = tmp_path_factory.mktemp("slurm")
+    if len(str(prefix)) > LONGEST_PREFIX:
+        prefix = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    running = Cluster(prefix)
+    reason = obstacle()
+    if reason is None:
+        try:
+            running.start()
+        except CannotRun as error:
+            reason = str(error)
+    if reason is not None and REQUIRE_SLURM:
+        pytest.fail(f"REQUIRE_SLURM=1, but {reason}", pytrace=False)
+    if reason is not None:
+        pytest.skip(reason)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture(autouse=True)
+def _use_of_the_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Around every test that uses `cluster`."""
+    if "cluster" not in request.fixturenames:
+        yield
+        return
+    running: Cluster = request.getfixturevalue("cluster")
+    running.folder = request.getfixturevalue("tmp_path")
+    yield
+    running.drain()

@@ -15,7 +15,8 @@ import torch
 from runs import flags, make_inputs, run, training_lines
 
 from data.shards import tokenizer_hash, write_shard
-from training.checkpoint import CheckpointError, list_checkpoints, locate, write_checkpoint
+from training.checkpoint import CheckpointError, locate, write_checkpoint
+from training.checkpoint_names import list_checkpoints
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.distributed import single_world, start_world
 from training.loop import main

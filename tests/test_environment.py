@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
-from slurm.environment import EnvironmentProblem, expand_node_list, local_device_index, read_environment
-from slurm.preemption import StopSignals
+from slurm import preemption
+from slurm.environment import (
+    EnvironmentProblem,
+    expand_node_list,
+    local_device_index,
+    read_environment,
+    tasks_per_node,
+)
+from slurm.preemption import StopSignals, TimeLimit, parse_duration
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -17,7 +25,13 @@ SLURM = {
     "SLURM_JOB_ID": "123456",
     "SLURM_JOB_NODELIST": "gpu[03-04]",
     "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_NODEID": "1",
+    "SLURM_GPUS_ON_NODE": "4",
 }
+REQUIRED = {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_JOB_NODELIST"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
 
 
@@ -48,6 +62,7 @@ def test_slurm(monkeypatch):
     assert found.master_addr == "gpu03"
     assert 20000 <= found.master_port < 32768
     assert found.restart_count == 2
+    assert (found.local_world_size, found.node_rank, found.gpus_on_node, found.end_time) == (4, 1, 4, None)
     other = read_environment({**SLURM, "SLURM_JOB_ID": "123457"})
     assert other.master_port != found.master_port  # two jobs on one node do not collide
 
@@ -63,7 +78,50 @@ def test_no_launcher_is_one_process():
     assert (found.launcher, found.rank, found.world_size) == ("none", 0, 1)
 
 
-@pytest.mark.parametrize("missing", [name for name in SLURM if name not in ("SLURM_PROCID", "SLURM_JOB_NUM_NODES")])
+def test_nodes_of_different_sizes():
+    uneven = {**SLURM, "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "3(x2),1", "SLURM_STEP_NUM_NODES": "3"}
+    sizes = [read_environment({**uneven, "SLURM_NODEID": str(n), "SLURM_LOCALID": "0"}) for n in range(3)]
+    assert [found.local_world_size for found in sizes] == [3, 3, 1]
+    assert {found.world_size for found in sizes} == {7}
+
+
+def test_tasks_per_node():
+    assert tasks_per_node("4") == [4]
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    with pytest.raises(EnvironmentProblem, match=r"2\(3\)"):
+        tasks_per_node("2(3)")
+
+
+def test_a_step_may_be_smaller_than_its_job(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda _name: None)
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NUM_NODES": "1"}
+    found = read_environment(
+        {**SLURM, **step, "SLURM_STEP_NODELIST": "gpu04", "SLURM_NODEID": "0", "SLURM_PROCID": "1"}
+    )
+    assert (found.world_size, found.nodes, found.master_addr) == (2, 1, "gpu04")
+
+
+def test_the_batch_script_itself_is_not_a_rank():
+    batch = {name: value for name, value in SLURM.items() if not name.startswith("SLURM_STEP")}
+    with pytest.raises(EnvironmentProblem, match="put srun in front"):
+        read_environment({**batch, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
+
+
+def test_job_of_an_array_and_its_end():
+    array = {"SLURM_ARRAY_JOB_ID": "123456", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_END_TIME": "1795236532"}
+    found = read_environment({**SLURM, **array, "SLURM_GPUS_ON_NODE": "h100:2"})
+    assert (found.job_id, found.end_time, found.gpus_on_node) == ("123456_3", 1795236532.0, 2)
+
+
+def test_one_process_inside_a_job():
+    found = read_environment({**SLURM, "SLURM_RESTART_COUNT": "1"}, alone=True)
+    assert (found.launcher, found.rank, found.world_size) == ("none", 0, 1)
+    assert (found.job_id, found.restart_count) == ("123456", 1)
+    left_over = {"SLURM_JOB_ID": "7"}  # exported by hand, or an interactive shell of salloc
+    assert read_environment(left_over, alone=True).job_id is None
+
+
+@pytest.mark.parametrize("missing", sorted(REQUIRED - {"SLURM_PROCID"}))
 def test_a_partial_slurm_environment_names_what_is_missing(missing):
     with pytest.raises(EnvironmentProblem, match=missing):
         read_environment({name: value for name, value in SLURM.items() if name != missing})
@@ -80,6 +138,10 @@ def test_contradictions_and_nonsense_are_refused():
         read_environment({**TORCHRUN, "RANK": "9"})
     with pytest.raises(EnvironmentProblem, match="'two'"):
         read_environment({**TORCHRUN, "WORLD_SIZE": "two"})
+    with pytest.raises(EnvironmentProblem, match="contradict"):
+        read_environment({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4,1"})
+    with pytest.raises(EnvironmentProblem, match="local rank 4 does not fit"):
+        read_environment({**SLURM, "SLURM_LOCALID": "4"})
 
 
 def test_device_of_a_process():
@@ -97,3 +159,80 @@ def test_signals_set_a_flag_once_and_handlers_come_back():
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.received == "SIGUSR1"
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+# What SLURM is asked, with commands that answer as SLURM 22.05 did
+
+
+@pytest.fixture
+def fake_slurm(tmp_path, monkeypatch):
+    """Put commands on the path: fake_slurm(squeue="RUNNING 1:00 0"); returns the file that lists the requeues."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    calls = tmp_path / "calls"
+
+    def install(squeue: str, scontrol: int = 0, says: str = ""):
+        for name, body in (
+            ("squeue", f"echo '{squeue}'"),
+            ("scontrol", f"echo \"$@\" >> {calls}; echo '{says}' >&2; exit {scontrol}"),
+        ):
+            script = tmp_path / name
+            script.write_text(f"#!/bin/sh\n{body}\n")
+            script.chmod(0o755)
+        return calls
+
+    return install
+
+
+def test_durations():
+    assert parse_duration("1-02:03:04") == ((24 + 2) * 60 + 3) * 60 + 4
+    assert parse_duration("2:03") == 123
+    assert parse_duration("UNLIMITED") is None
+    assert parse_duration("INVALID") is None
+
+
+@pytest.mark.parametrize(
+    ("squeue", "asked", "outcome"),
+    [
+        ("RUNNING 1:00 0", True, preemption.REQUEUED),
+        ("COMPLETING INVALID 0", True, preemption.REQUEUED),  # out of time: its processes are being ended
+        ("COMPLETING 2:56 0", False, preemption.CANCELLED),  # scancel; a requeue would bring it back
+        ("CANCELLED 2:56 0", False, preemption.CANCELLED),
+        ("COMPLETING 3:00 1", False, preemption.REQUEUED),  # SLURM does it already
+        ("PENDING 3:00 0", False, preemption.REQUEUED),
+    ],
+)
+def test_who_is_requeued(fake_slurm, squeue, asked, outcome):
+    calls = fake_slurm(squeue)
+    assert preemption.requeue("12_3", 0) == (outcome, "")
+    assert calls.exists() == asked
+    if asked:
+        assert calls.read_text() == "requeue 12_3\n"
+
+
+def test_a_requeue_that_is_refused(fake_slurm, monkeypatch):
+    fake_slurm("RUNNING 1:00 0", 1, "Requested operation is presently disabled for job 5")
+    assert preemption.requeue("5", 0) == (preemption.REFUSED, "Requested operation is presently disabled for job 5")
+    fake_slurm("RUNNING 1:00 0", 1, "Job is pending execution for job 5")
+    assert preemption.requeue("5", 0)[0] == preemption.REQUEUED
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert preemption.requeue("5", 0) == (preemption.NO_COMMAND, "")
+
+
+def test_time_limit(fake_slurm, monkeypatch):
+    environment = read_environment(SLURM)
+    fake_slurm("RUNNING 1:00 0")
+    limit = TimeLimit(environment)
+    assert 58 < limit.seconds_left <= 60
+    assert not limit.reached(50)
+    assert limit.reached(61)
+    fake_slurm("RUNNING 1:00:00 0")  # extended meanwhile
+    monkeypatch.setattr(preemption, "_ASK_AGAIN_SECONDS", 0.0)
+    limit._next_question = 0.0
+    assert not limit.reached(61)
+    fake_slurm("RUNNING UNLIMITED 0")
+    assert TimeLimit(environment).seconds_left is None
+    monkeypatch.setenv("PATH", "/nonexistent")  # in a container the job script says it
+    assert TimeLimit(environment).seconds_left is None
+    told = read_environment({**SLURM, "SLURM_JOB_END_TIME": str(int(time.time()) + 100)})
+    assert 98 < TimeLimit(told).seconds_left <= 101
+    assert not TimeLimit(read_environment({})).reached(1e9)

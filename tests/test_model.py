@@ -12,7 +12,10 @@ from torch import Tensor
 import model as model_module
 from model import LTGBert, ModelConfig, ModelConfigError
 from model_extra import GPTBert, build_model
+from ops.attention import RelativeLayout, relative_attention, relative_layout
 from ops.dropout import DropoutKeys
+from ops.fused_attention import FusedLayout
+from training.parallel import compile_layers
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SIZES = {
@@ -275,6 +278,100 @@ def test_cuda_agrees_with_the_cpu_and_never_waits(kind):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(logits.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def by_the_twin(query_key, value, positions, layout: FusedLayout, p=0.0, keys=None, columns=None) -> Tensor:
+    """`fused_relative_attention` on any device: the plain attention, from what the kernels are given."""
+    first, end = layout.spans.unbind(-1)
+    plain = relative_layout(torch.where(end > 0, first, -1).long(), layout.causal, 6, 20, value.dtype)
+    parts = (*query_key.unbind(2), value, *positions.unbind(1))
+    return relative_attention(*parts, plain, p, keys, columns)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("model_type", ["ltg-bert", "gpt-bert"])
+def test_kernels_are_given_what_the_twin_is(monkeypatch: pytest.MonkeyPatch, model_type: str, dropout: float):
+    model = make_model((model_type, "relative"), dropout=dropout).train()
+    input_ids, document_ids = make_inputs()
+    document_ids[1, 9:] = -1
+    causal = torch.tensor([True, False, True, False])
+    results = []
+    for fused in (False, True):
+        if fused:
+            monkeypatch.setattr(model_module, "wanted", lambda *_: True)
+            monkeypatch.setattr(model_module, "fused_relative_attention", by_the_twin)
+        model.zero_grad()
+        logits = model(input_ids, document_ids, causal, None, keys_for(4))
+        logits.square().mean().backward()
+        results.append([logits.detach()] + [p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for plain, fused in zip(*results, strict=True):
+        assert torch.equal(plain, fused)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("model_type", ["ltg-bert", "gpt-bert"])
+def test_kernels_in_the_model_agree_with_the_twin_and_never_wait(monkeypatch: pytest.MonkeyPatch, model_type: str):
+    model = make_model((model_type, "relative"), dropout=0.1, hidden_size=64).train().cuda()
+    input_ids, document_ids = (x.cuda() for x in make_inputs())
+    document_ids[1, 9:] = -1
+    causal = torch.tensor([True, False, True, False], device="cuda")
+    keys = DropoutKeys(*(key.cuda() for key in keys_for(4)))
+
+    def step(bf16: bool) -> list[Tensor]:
+        model.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
+            logits = model(input_ids, document_ids, causal, None, keys)
+        logits.float().square().mean().backward()
+        return [logits.detach().float()] + [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    monkeypatch.delenv("HYBRID_FUSED_ATTENTION", raising=False)
+    assert isinstance(model._layout(document_ids, causal), RelativeLayout), "float32 is the twin's"
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert isinstance(model._layout(document_ids, causal), FusedLayout)
+    exact = torch.cat([x.flatten() for x in step(False)])
+    step(True)  # libraries are set up on first use
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        ours = step(True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    monkeypatch.setenv("HYBRID_FUSED_ATTENTION", "0")
+    ours, twin = (torch.cat([x.flatten() for x in results]) for results in (ours, step(True)))
+    assert 0 < (ours - twin).norm() < 0.05 * exact.norm()
+    assert (ours - exact).norm() < 1.2 * (twin - exact).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_kernels_in_compiled_sublayers(monkeypatch: pytest.MonkeyPatch):
+    """No graph breaks; as many graphs for four layers as for two, and none for row lengths after the second one."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.delenv("HYBRID_FUSED_ATTENTION", raising=False)
+    torch._dynamo.reset()
+    counters.clear()
+    model = make_model(dropout=0.1, hidden_size=64, num_hidden_layers=4).train().cuda()
+    results, graphs = [], []
+    for compiled in (False, True):
+        if compiled:
+            compile_layers(model)
+        for length in (18, 70, 130, 200):
+            model.zero_grad()
+            input_ids, document_ids = (x.cuda() for x in make_inputs(length=length))
+            keys = DropoutKeys(*(key.cuda() for key in keys_for(4)))
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                logits = model(input_ids, document_ids, torch.tensor([True, False] * 2, device="cuda"), None, keys)
+            logits.float().square().mean().backward()
+            gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            results.append(torch.cat([logits.detach().float().flatten(), *gradients]))
+            graphs.append(counters["stats"]["unique_graphs"])
+    for plain, compiled in zip(results[:4], results[4:], strict=True):
+        assert (plain - compiled).norm() < 0.03 * plain.norm()
+    assert not counters["graph_break"]
+    assert graphs[4] <= 4, "the first sublayer of a kind, and all others"
+    assert graphs[5] == graphs[6] == graphs[7] <= 8
 
 
 # Weights and state

@@ -13,7 +13,8 @@ import psutil
 import pytest
 from runs import command, environment, flags, make_inputs, run, training_lines
 
-from training.checkpoint import find_newest, list_checkpoints, locate
+from training.checkpoint import find_newest, locate
+from training.checkpoint_names import list_checkpoints
 from training.metrics import read_metrics
 
 STEPS = 30

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,13 +18,14 @@ from typing import Any
 
 import torch
 
-from data.shards import sha256_file, sync_folder, write_atomically
+from data.files import sync_folder, write_atomically
+from data.shards import sha256_file
 from model import LTGBert, ModelConfig
 from model_extra import build_model
+from training.checkpoint_names import folder_name, list_checkpoints, step_of
 
 FORMAT = 1
 RECORD = "checkpoint.json"
-_NAME = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointError(ValueError):
@@ -49,11 +49,6 @@ class Checkpoint:
         from safetensors.torch import load_file
 
         return load_file(self.path / f"{name}.safetensors", device=str(device))
-
-
-def folder_name(step: int) -> str:
-    """Name of the checkpoint folder after `step` optimizer steps."""
-    return f"step_{step:08d}"
 
 
 def _no_space(error: BaseException) -> bool:
@@ -107,14 +102,6 @@ def write_checkpoint(
             f"checkpoint {target} could not be written: {reason}{kept}. Free space or change --output_dir, then resume"
         ) from error
     return target
-
-
-def list_checkpoints(parent: Path) -> list[Path]:
-    """Checkpoint folders, newest first; whether they are whole is not looked at."""
-    if not parent.is_dir():
-        return []
-    found = [path for path in parent.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -172,7 +159,7 @@ def locate(path: str | Path) -> Checkpoint:
 
 def prune(parent: Path, keep_last: int, keep_steps: tuple[int, ...]) -> None:
     """Delete all but the newest `keep_last` checkpoints (0 keeps all) and those of `keep_steps`."""
-    regular = [path for path in list_checkpoints(parent) if int(path.name[5:]) not in keep_steps]
+    regular = [path for path in list_checkpoints(parent) if step_of(path) not in keep_steps]
     for path in regular[keep_last:] if keep_last else []:
         doomed = path.with_name(f".gone_{path.name}")  # renamed first: a half-deleted folder must not look like one
         os.rename(path, doomed)

@@ -168,6 +168,32 @@ class TrainingConfig:
         fixed=False,
     )
 
+    # jobs
+    requeue: str = _flag(
+        "auto",
+        "auto: a run that has to stop early (signal, preemption, time limit) saves and has SLURM start its job again; "
+        "never: it saves and ends",
+        "jobs",
+        choices=("auto", "never"),
+        fixed=False,
+    )
+    max_restarts: int = _flag(
+        200, "restarts of one job after which it fails instead of starting again", "jobs", fixed=False
+    )
+    time_limit_margin: float = _flag(
+        60.0,
+        "seconds that stay free before the job's time limit, besides the measured time of a save, when the run saves "
+        "and requeues on its own",
+        "jobs",
+        fixed=False,
+    )
+    collective_timeout: float = _flag(
+        20.0,
+        "minutes that a rank waits for the others before it gives up; longer than the slowest save or validation",
+        "jobs",
+        fixed=False,
+    )
+
     # hardware
     device: str = _flag(
         "auto", "auto: CUDA where there is a GPU", "hardware", choices=("auto", "cuda", "cpu"), fixed=False
@@ -201,6 +227,7 @@ _GROUPS = {
     "batches": "batches and rows",
     "optimization": "optimization",
     "records": "validation, checkpoints, logs",
+    "jobs": "SLURM jobs and ranks",
     "hardware": "hardware",
 }
 _PUBLISHED_NAMES = {"input_path": "--train_path (and --valid_path)", "warmup_steps": "--warmup_proportion"}
@@ -228,6 +255,8 @@ def check(config: TrainingConfig) -> None:
         "keep_last",
         "log_stats_every",
         "n_special_tokens",
+        "max_restarts",
+        "time_limit_margin",
     ):
         _require(getattr(config, name) >= 0, name, getattr(config, name), "it must be 0 or more")
     _require(config.seed >= 0, "seed", config.seed, "it must be 0 or more")
@@ -256,7 +285,7 @@ def check(config: TrainingConfig) -> None:
     _require(
         total <= 1, "warmup_proportion", config.warmup_proportion, f"with --cooldown_proportion: {total:g}, above 1"
     )
-    for name in ("learning_rate", "optimizer_eps", "batch_reduction"):
+    for name in ("learning_rate", "optimizer_eps", "batch_reduction", "collective_timeout"):
         value = getattr(config, name)
         _require(math.isfinite(value) and value > 0, name, value, "it must be above 0")
     for name in ("weight_decay", "z_loss_weight", "max_gradient"):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,10 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slurm.environment import Environment, local_device_index, read_environment
-from training.config import ConfigError
+from slurm.environment import Environment, EnvironmentProblem, local_device_index, read_environment
+from training.config import ConfigError, TrainingConfig
 
-_TIMEOUT = timedelta(minutes=20)  # longer than the slowest save or validation that other ranks may have to wait for
+# What gloo and NCCL say when another process is gone, or does not answer in time.
+_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|socket|peer|remote process|aborted", re.IGNORECASE)
+_LATE = re.compile(r"timed? ?out", re.IGNORECASE)
+
+
+class CollectiveError(RuntimeError):
+    """Ranks could not talk to each other. late: some did not answer in time (otherwise: one is gone)."""
+
+    def __init__(self, message: str, late: bool):
+        super().__init__(message)
+        self.late = late
 
 
 @dataclass(frozen=True)
@@ -30,10 +44,24 @@ class World:
         """Whether this process writes files and prints."""
         return self.rank == 0
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    @contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """Names an operation of all ranks: what goes wrong between them inside becomes a CollectiveError."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            if self.size == 1 or not (_LOST.search(text) or _LATE.search(text)):
+                raise
+            late = _LATE.search(text) is not None
+            what = "waited in vain for the others" if late else "lost contact with another rank"
+            raise CollectiveError(f"rank {self.rank} {what} in {name}: {text.splitlines()[0][:300]}", late) from error
+
+    def sum(self, tensor: torch.Tensor, name: str = "a sum over ranks") -> torch.Tensor:
         """Add `tensor` up over all ranks, in place; CPU tensors go through gloo, CUDA tensors through NCCL."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            with self.collective(name):
+                dist.all_reduce(tensor)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
@@ -41,7 +69,8 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        with self.collective("a gathering of facts"):
+            dist.all_gather_object(values, value)
         return values
 
     def from_main(self, value: Any) -> Any:
@@ -49,7 +78,8 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        with self.collective("a message of rank 0 to all"):
+            dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def close(self) -> None:
@@ -70,15 +100,16 @@ def choose_device(choice: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def single_world(device: str) -> World:
-    """The world of train_single_gpu.py: one process, whatever the environment says."""
-    return World(0, 1, choose_device(device), Environment("none"))
+def single_world(config: TrainingConfig) -> World:
+    """The world of train_single_gpu.py: one process, whatever a launcher says about ranks."""
+    return World(0, 1, choose_device(config.device), read_environment(os.environ, alone=True))
 
 
-def start_world(device: str) -> World:
+def start_world(config: TrainingConfig) -> World:
     """The world of train_multi_gpu.py, from SLURM's or torchrun's environment.
 
-    Raises EnvironmentProblem or ConfigError, each a sentence with the remedy.
+    Gradients go through NCCL (RCCL in ROCm builds of PyTorch, under the same name) where there are GPUs, and through
+    gloo where there are none. Raises EnvironmentProblem or ConfigError, each a sentence with the remedy.
     """
     environment = read_environment(os.environ)
     if environment.launcher == "none":
@@ -87,17 +118,46 @@ def start_world(device: str) -> World:
             "'srun python train_multi_gpu.py ...' in a job, with 'torchrun --nproc_per_node N train_multi_gpu.py ...' "
             "on one machine, or use train_single_gpu.py for one device"
         )
-    chosen = choose_device(device, environment.local_rank)
-    if environment.world_size > 1:
-        # Both backends in one group: gradients go through NCCL, small facts about control flow stay on the hosts.
-        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    device = choose_device(config.device, environment.local_rank)
+    world = World(environment.rank, environment.world_size, device, environment)
+    if world.size > 1:
+        _join(world, config)
+        _check_devices(world)
+    return world
+
+
+def _join(world: World, config: TrainingConfig) -> None:
+    """Make the process group. Raises EnvironmentProblem where the ranks do not find each other."""
+    environment = world.environment
+    address = f"{environment.master_addr}:{environment.master_port}"
+    # Both backends in one group: gradients go through NCCL, small facts about control flow stay on the hosts.
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    try:
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{environment.master_addr}:{environment.master_port}"
-            if environment.launcher == "slurm"
-            else None,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=_TIMEOUT,
+            init_method=f"tcp://{address}" if environment.launcher == "slurm" else None,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(minutes=config.collective_timeout),
         )
-    return World(environment.rank, environment.world_size, chosen, environment)
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise EnvironmentProblem(
+            f"rank {world.rank} on {socket.gethostname()} did not meet the other {world.size - 1} ranks at {address} "
+            f"(MASTER_ADDR:MASTER_PORT): {reason}. If the port is taken, set MASTER_PORT to another; if hosts have "
+            "several networks, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (--collective_timeout: how long to wait)"
+        ) from error
+
+
+def _check_devices(world: World) -> None:
+    """Refuse two ranks on one GPU: they would share it in silence. Raises EnvironmentProblem on all ranks."""
+    if world.device.type != "cuda":
+        return
+    own = (socket.gethostname(), str(torch.cuda.get_device_properties(world.device).uuid))
+    places = world.gather(own)
+    shared = [rank for rank, place in enumerate(places) if places.count(place) > 1]
+    if shared:
+        raise EnvironmentProblem(
+            f"ranks {', '.join(map(str, shared))} share a GPU with another rank: give each task its own, with "
+            "--gpus-per-task=1 or as many tasks a node (--ntasks-per-node) as it has GPUs"
+        )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import json
+import os
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -22,13 +26,20 @@ from data.shards import ShardError
 from model_extra import build_model
 from slurm.environment import EnvironmentProblem
 from slurm.preemption import StopSignals
-from training.checkpoint import Checkpoint, CheckpointError, folder_name, list_checkpoints, prune, write_checkpoint
+from training.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    prune,
+    write_checkpoint,
+)
+from training.checkpoint_names import folder_name, list_checkpoints, newest_step
 from training.config import ConfigError, TrainingConfig, parse_config
-from training.distributed import World
+from training.distributed import CollectiveError, World
 from training.ema import Ema
 from training.metrics import Recorder, keep_until, wandb_mode
 from training.optimizers import load_named_state, make_optimizer, named_state
 from training.parallel import compile_layers, parallelize
+from training.reporting import report, report_traceback
 from training.setup import (
     Inputs,
     RunFolder,
@@ -39,13 +50,25 @@ from training.setup import (
     read_inputs,
     versions,
 )
+from training.status import FAILED, FINISHED, RUNNING, Attempt, write_status
 from training.step import NonFiniteError, StepLog, TrainState, agree, train_step
+from training.stopping import (
+    PROBLEM,
+    RestartRefused,
+    Stop,
+    StopConditions,
+    conclude,
+    may_requeue,
+    most_urgent,
+    register_attempt,
+)
 from training.summary import describe
 from training.validation import validate
 
-_PROBLEM = "a problem"
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _INITIALISATION = 301  # purpose of the key that seeds the initial weights
+_LOCK_SECONDS = 180.0  # for the processes of a job's last start to notice that there is a newer one
+_LAUNCHER_SECONDS = 10.0  # for srun or torchrun to end this process, once another rank has failed
 
 _Result = TypeVar("_Result")
 
@@ -54,35 +77,71 @@ class OtherRankFailed(RuntimeError):
     """Rank 0 met an error and has reported it; this rank just stops."""
 
 
-USER_ERRORS = (ConfigError, CorpusError, ShardError, EnvironmentProblem, CheckpointError, NonFiniteError)
+USER_ERRORS = (
+    ConfigError,
+    CorpusError,
+    ShardError,
+    EnvironmentProblem,
+    CheckpointError,
+    NonFiniteError,
+    RestartRefused,
+)
 
 
-def main(arguments: Sequence[str], description: str, make_world: Callable[[str], World]) -> int:
-    """Entry point of both scripts. Returns the exit code; an error of the user's making is one sentence on stderr."""
-    world = None
+def main(
+    arguments: Sequence[str],
+    description: str,
+    make_world: Callable[[TrainingConfig], World],
+    signals: StopSignals | None = None,
+) -> int:
+    """Entry point of both scripts and of slurm/launch.py's jobs. Returns the exit code.
+
+    An error of the user's making is one sentence on stderr, any other error a traceback whose lines name the rank.
+    signals: handlers that are in place already; they stay until the process ends.
+    """
+    world = config = None
     try:
-        config = parse_config(arguments, description)
+        config = _parse(arguments, description)
         wandb_mode(config)  # better to know now that wandb is missing
         inputs = read_inputs(config)
-        world = make_world(config.device)
-        return train(inputs, world)
+        world = make_world(config)
+        if signals is not None:
+            signals.__enter__()  # and never left: a signal that comes while this process ends must not kill it
+            return train(inputs, world, signals)
+        with StopSignals() as own:
+            return train(inputs, world, own)
     except USER_ERRORS as error:
-        prefix = f"[rank {world.rank}] " if world is not None and world.size > 1 else ""
-        print(f"{prefix}error: {error}", file=sys.stderr, flush=True)
-        return 1 if isinstance(error, CheckpointError | NonFiniteError) else 2
+        report(str(error), config, world)
+        return 1 if isinstance(error, CheckpointError | NonFiniteError | RestartRefused) else 2
     except OtherRankFailed:
+        return 1
+    except CollectiveError as error:
+        if not error.late:  # another rank has failed: its error is the one to read, and the launcher ends this process
+            time.sleep(_LAUNCHER_SECONDS)
+        report(str(error), config, world, secondary=not error.late)
         return 1
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
-            raise
-        print(f"error: {error.filename or 'a file of the run'}: {error.strerror}", file=sys.stderr, flush=True)
+            report_traceback(error, config, world)
+            return 1
+        report(f"{error.filename or 'a file of the run'}: {error.strerror}", config, world)
         return 1
     except KeyboardInterrupt:
         print("interrupted before the first step; nothing was lost", file=sys.stderr, flush=True)
         return 130
+    except Exception as error:
+        report_traceback(error, config, world)
+        return 1
     finally:
         if world is not None:
             world.close()
+
+
+def _parse(arguments: Sequence[str], description: str) -> TrainingConfig:
+    """The configuration. What is wrong with the command line is wrong on every rank, and rank 0 says so."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    with redirect_stderr(io.StringIO() if rank != "0" else sys.stderr):
+        return parse_config(arguments, description)
 
 
 def on_main(world: World, function: Callable[[], _Result]) -> _Result:
@@ -153,12 +212,20 @@ class Records:
 
     folder: RunFolder
     recorder: Recorder
+    conditions: StopConditions
+    status: Callable[[str, str, int], None]
 
     def log(self, entries: list[dict[str, Any]], last: bool = False) -> None:
         """Metrics of training steps, to files and console; `last` before something else is printed."""
         for entry in entries:
             self.recorder.log(entry)
             self.recorder.show(entry, last)
+
+    def saved(self, step: int, seconds: float, place: Path) -> None:
+        """Note a new checkpoint."""
+        self.conditions.saved(seconds)
+        self.status(RUNNING, "", step)
+        self.recorder.say(f"step {step:>6}  saved {place} in {seconds:.1f} s")
 
 
 def save(state: TrainState, inputs: Inputs, world: World, records: Records | None) -> None:
@@ -167,6 +234,7 @@ def save(state: TrainState, inputs: Inputs, world: World, records: Records | Non
     def write() -> None:
         assert records is not None
         config, parent = inputs.config, records.folder.checkpoints
+        began = time.monotonic()
         place = write_checkpoint(
             parent,
             state.step,
@@ -187,7 +255,7 @@ def save(state: TrainState, inputs: Inputs, world: World, records: Records | Non
             },
         )
         prune(parent, config.keep_last, config.save_steps)
-        records.recorder.say(f"step {state.step:>6}  saved {place}")
+        records.saved(state.step, time.monotonic() - began, place)
 
     on_main(world, write)
 
@@ -200,6 +268,11 @@ def validation_metrics(state: TrainState, inputs: Inputs, world: World) -> dict[
     with state.ema.swapped_in(state.model):
         metrics |= validate(state.model, *arguments, prefix="valid/ema_")
     return {"step": state.step, "stats/tokens": inputs.plan.tokens_before(state.step), **metrics}
+
+
+def checkpoint_bytes(state: TrainState) -> int:
+    """About how large a checkpoint is: weights, their average and two moments, in float32."""
+    return 16 * sum(parameter.numel() for parameter in state.model.parameters())
 
 
 def due(step: int, every: int, max_steps: int) -> bool:
@@ -220,18 +293,24 @@ def resume_command() -> str:
     return f"{launcher} {program} {shlex.join(kept)} --resume auto"
 
 
-def train(inputs: Inputs, world: World) -> int:
-    """Run `inputs` to its last step, or until a signal asks to stop. Returns the exit code."""
+def train(inputs: Inputs, world: World, signals: StopSignals) -> int:
+    """Run `inputs` to its last step, or until something asks to stop. Returns the exit code."""
     split = check_world(inputs, world.size)
     inputs = dataclasses.replace(inputs, config=resolve_device_defaults(inputs.config, world.device))
-    config = inputs.config
+    config, environment = inputs.config, world.environment
     with ExitStack() as stack:
-        signals = stack.enter_context(StopSignals())
+        signals.install(signal.SIGINT)
         folders: list[RunFolder] = []
+        attempts: list[Attempt] = []
 
         def open_run() -> tuple[Checkpoint | None, list[str]]:
-            folders.append(stack.enter_context(closing(RunFolder(config.run_folder))))
-            return find_start(folders[0], inputs)
+            restarted = environment.restart_count > 0
+            if environment.job_id is not None:
+                step = newest_step(config.run_folder / "checkpoints")
+                attempts.append(register_attempt(config.run_folder, environment, step, config.max_restarts))
+            patience = _LOCK_SECONDS if restarted else 0.0
+            folders.append(stack.enter_context(closing(RunFolder(config.run_folder, patience))))
+            return find_start(folders[0], inputs, restarted)
 
         checkpoint, notes = on_main(world, open_run)
         state = make_state(inputs, world, checkpoint)
@@ -242,16 +321,16 @@ def train(inputs: Inputs, world: World) -> int:
             print(describe(inputs, world, split, parameters, bool(config.mixed_precision), state.step), flush=True)
         if state.step == config.max_steps:
             if world.is_main:
+                write_status(config.run_folder, environment, FINISHED, "", state.step, config.max_steps)
                 print(f"{config.run_folder} is complete: {config.max_steps} steps are done, nothing to do", flush=True)
             return 0
 
+        conditions = StopConditions(
+            config, signals, environment, attempts[0] if attempts else None, checkpoint_bytes(state)
+        )
         records = None
         if world.is_main:
-            keep_until(folders[0].metrics, state.step)
-            wandb_id = folders[0].write_config(inputs, describe_launch(world.size, world.device, state.step))
-            facts = {"model": inputs.model_config.to_dict(), "world_size": world.size, "data": inputs.data_identity}
-            recorder = Recorder(config, folders[0].path, wandb_id, state.step, facts)
-            records = Records(folders[0], stack.enter_context(closing(recorder)))
+            records = stack.enter_context(open_records(folders[0], inputs, world, state.step, conditions))
         loader = Loader(
             inputs.builder,
             rank=world.rank,
@@ -263,7 +342,7 @@ def train(inputs: Inputs, world: World) -> int:
         )
         stack.enter_context(closing(loader))
         try:
-            stopped = _run_steps(state, inputs, world, loader, records, signals)
+            stop = _run_steps(state, inputs, world, loader, records, conditions)
         except NonFiniteError as error:
             if not world.is_main:
                 raise OtherRankFailed from error
@@ -271,31 +350,69 @@ def train(inputs: Inputs, world: World) -> int:
             good = f"the last good checkpoint is {newest}" if newest else "no checkpoint was written yet"
             hint = "a lower --learning_rate or --max_gradient, or --no-mixed_precision, usually helps"
             raise NonFiniteError(f"{error}. Nothing was saved since; {good}; {hint}") from error
+        if records is not None and stop is None:
+            records.status(FINISHED, "", state.step)
+        elif records is not None and stop is not None and may_requeue(stop, config, environment):
+            records.recorder.preempting()
 
-    if world.is_main and stopped:
-        print(f"stopped by {stopped} after step {state.step}\ngo on with: {resume_command()}", flush=True)
-    elif world.is_main:
+    signals.stopped_early = stop is not None
+    if not world.is_main:
+        return 1 if stop is not None and stop.kind == PROBLEM else 0
+    if stop is None:
         place = config.run_folder / "checkpoints" / folder_name(state.step)
         print(f"done: {config.max_steps} steps; the model is in {place}", flush=True)
-    return 1 if stopped and stopped.startswith(_PROBLEM) else 0
+        return 0
+    # The files are closed and the lock is free: from here on SLURM may start the job again.
+    code, words = conclude(stop, state.step, config, environment)
+    print(f"{words}\ngo on with: {resume_command()}", flush=True)
+    return code
+
+
+@contextmanager
+def open_records(
+    folder: RunFolder, inputs: Inputs, world: World, step: int, conditions: StopConditions
+) -> Iterator[Records]:
+    """Everything that rank 0 writes from `step` on. An error inside makes the run's status `failed`."""
+    config = inputs.config
+
+    def status(state: str, reason: str, done: int) -> None:
+        write_status(folder.path, world.environment, state, reason, done, config.max_steps)
+
+    keep_until(folder.metrics, step)
+    wandb_id = folder.write_config(inputs, describe_launch(world, step))
+    facts = {"model": inputs.model_config.to_dict(), "world_size": world.size, "data": inputs.data_identity}
+    status(RUNNING, "", step)
+    try:
+        with closing(Recorder(config, folder.path, wandb_id, step, facts)) as recorder:
+            yield Records(folder, recorder, conditions, status)
+    except BaseException as error:
+        with suppress(OSError):
+            reason = str(error) or type(error).__name__
+            status(FAILED, " ".join(reason.split())[:1000], newest_step(folder.checkpoints))
+        raise
 
 
 def _run_steps(
-    state: TrainState, inputs: Inputs, world: World, loader: Loader, records: Records | None, signals: StopSignals
-) -> str | None:
+    state: TrainState,
+    inputs: Inputs,
+    world: World,
+    loader: Loader,
+    records: Records | None,
+    conditions: StopConditions,
+) -> Stop | None:
     """All remaining steps; returns what stopped the run early, or None."""
-    config, log, waited, saved = inputs.config, StepLog(inputs, world), 0.0, None
+    # What it began with is in a checkpoint already, or follows from the seed.
+    config, log, waited, saved = inputs.config, StepLog(inputs, world), 0.0, state.step
     for batch in loader:
-        problem = records.recorder.problem if records is not None else None
-        targets, stop = agree(world, batch, wants_stop=bool(signals.received or problem))
-        if stop:
+        wish = conditions.wish(records.recorder.problem if records is not None else None)
+        targets, stops = agree(world, batch, wants_stop=wish is not None)
+        if stops:
             finished = log.flush()  # raises before a bad state could be saved
             if records is not None:
                 records.log(finished, last=True)
             if saved != state.step:
                 save(state, inputs, world, records)
-            reasons = world.gather(f"{_PROBLEM}: {problem}" if problem else signals.received)
-            return next(reason for reason in reasons if reason)
+            return most_urgent(world.gather(wish))
 
         done = train_step(state, inputs, world, batch, targets)
         done.facts["stats/loader_wait_seconds"], waited = loader.waited - waited, loader.waited

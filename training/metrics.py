@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data.shards import write_atomically
+from data.files import write_atomically
 from training.config import ConfigError, TrainingConfig
 
 DEFAULT_PROJECT = "hybrid-pretraining"
+_PATIENT_SECONDS, _HURRIED_SECONDS = 600.0, 20.0  # for what wandb still has to upload at the end
 _LINE_SECONDS = 10.0  # between lines where the console is a file
 
 
@@ -50,6 +52,7 @@ class Recorder:
         live = sys.stderr.isatty()
         self._bar = tqdm(total=config.max_steps, initial=start_step, unit="step", disable=not live, dynamic_ncols=True)
         self._live, self._last_line, self._max_steps = live, 0.0, config.max_steps
+        self._patience = _PATIENT_SECONDS
         self.problem: str | None = None
 
     def log(self, record: dict[str, Any]) -> None:
@@ -80,15 +83,25 @@ class Recorder:
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
 
-    def close(self, exit_code: int = 0) -> None:
-        """Flush everything."""
+    def preempting(self) -> None:
+        """Tell wandb that the run is about to stop and come back, and hurry: the job's time may be nearly up."""
+        self._patience = _HURRIED_SECONDS
+        if self._wandb is not None:
+            self._wandb.mark_preempting()
+
+    def close(self) -> None:
+        """Flush everything; a wandb server that does not answer is waited for, but not for ever."""
         self._bar.close()
         try:
             self._file.close()
         except OSError as error:
             self.problem = self.problem or f"{self._file.name} cannot be written: {error.strerror}"
         if self._wandb is not None:
-            self._wandb.finish(exit_code=exit_code)
+            finishing = threading.Thread(target=self._wandb.finish, daemon=True)
+            finishing.start()
+            finishing.join(self._patience)
+            if finishing.is_alive():
+                print("wandb does not finish its upload; `wandb sync` can complete it from the run folder", flush=True)
 
 
 _SHOWN = (

@@ -6,7 +6,6 @@ import contextlib
 import warnings
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +27,8 @@ def compile_layers(model: LTGBert) -> None:
     Sublayers of a kind share their code, so the compiler works once per kind and shape instead of once per layer; row
     lengths and numbers of rows that turn up later are compiled as variables.
     """
+    import torch._dynamo  # half of all import time, and of use here alone
+
     # A layer's number reaches its dropout as a plain integer; unspecialised, all layers share one compilation.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     # Inductor's advice to its own developers, of no use to ours.

@@ -10,6 +10,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,13 +22,16 @@ import torch
 from tokenizers import Tokenizer
 
 from data.corpus import Corpus
+from data.files import write_atomically
 from data.loader import BatchBuilder, ValidationSet
 from data.masking import MaskingOptions
 from data.plan import DataPlan, resolve_split
-from data.shards import tokenizer_hash, write_atomically
+from data.shards import tokenizer_hash
 from model import ModelConfig, ModelConfigError
-from training.checkpoint import Checkpoint, CheckpointError, clean, find_newest, list_checkpoints, locate
+from training.checkpoint import Checkpoint, CheckpointError, clean, find_newest, locate
+from training.checkpoint_names import list_checkpoints
 from training.config import ConfigError, TrainingConfig, differences
+from training.distributed import World
 
 _ROOT = Path(__file__).resolve().parent.parent
 _VOCABULARY_PADDING = 128  # a vocabulary rounded up to a multiple of this is no mistake
@@ -158,7 +162,13 @@ def check_world(inputs: Inputs, world_size: int) -> str:
 
 
 def _git_commit() -> str | None:
-    """Commit of this checkout, with a + where files differ from it; None outside git."""
+    """Commit of this checkout, with a + where files differ from it; None outside git.
+
+    In the copy of the code that slurm/launch.py makes for a job, what that has noted.
+    """
+    noted = _ROOT / "GIT_COMMIT"
+    if noted.is_file():
+        return noted.read_text(encoding="utf-8").strip() or None
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(_ROOT), *arguments]
@@ -186,7 +196,8 @@ def versions() -> dict[str, str]:
 class RunFolder:
     """OUTPUT_DIR/NAME. Only rank 0 has one; it is locked while it is open."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, patience: float = 0.0):
+        """Open and lock the folder; `patience`: seconds to wait for a process that has it. Raises ConfigError."""
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
@@ -196,14 +207,22 @@ class RunFolder:
             self._lock = (path / ".lock").open("a+")
         except OSError as error:
             raise ConfigError(f"--output_dir: {path} cannot be written: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"--name: another process is training in {path}; wait for it or take another name"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+        if not self._acquire(patience):
+            raise ConfigError(f"--name: another process is training in {path}; wait for it or take another name")
+
+    def _acquire(self, patience: float) -> bool:
+        """Take the lock; False where another process keeps it."""
+        end = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    return False
+                time.sleep(0.5)
+            except OSError:
+                return True  # a file system without locks
 
     @property
     def used(self) -> bool:
@@ -247,28 +266,35 @@ class RunFolder:
         self._lock.close()
 
 
-def describe_launch(world_size: int, device: torch.device, start_step: int) -> dict[str, Any]:
+def describe_launch(world: World, start_step: int) -> dict[str, Any]:
     """What config.json records about one start of the run."""
+    device = world.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "command": sys.argv,
-        "world_size": world_size,
+        "world_size": world.size,
+        "nodes": world.environment.nodes,
+        "job_id": world.environment.job_id,
+        "restart_count": world.environment.restart_count,
         "device": name,
         "start_step": start_step,
     }
 
 
-def find_start(folder: RunFolder, inputs: Inputs) -> tuple[Checkpoint | None, list[str]]:
+def find_start(folder: RunFolder, inputs: Inputs, restarted: bool = False) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to go on from (None: start anew) and notes for the user.
 
+    restarted: SLURM has started this very job before; then the run's own checkpoints come before what --resume says.
     Raises ConfigError or CheckpointError where the request and what is there do not fit together.
     """
     config = inputs.config
     clean(folder.checkpoints)
     wish = config.checkpoint_filename or config.resume
     earlier = folder.read_config() if folder.used else None
+    if restarted and (wish == "never" or list_checkpoints(folder.checkpoints)):
+        wish = "auto"
     if wish == "never":
         if folder.used:
             raise ConfigError(
@@ -291,7 +317,7 @@ def find_start(folder: RunFolder, inputs: Inputs) -> tuple[Checkpoint | None, li
         except CheckpointError as error:
             raise ConfigError(f"--resume: {error}") from error
         same_run = checkpoint.path.resolve().is_relative_to(folder.path.resolve())
-        if folder.used and not same_run:
+        if folder.used and not same_run and not restarted:
             raise ConfigError(f"--resume {wish!r}: {folder.path} holds another run already; take another --name")
     flags = earlier["flags"] if earlier and same_run else checkpoint.record["flags"] if checkpoint else None
     if flags is not None:

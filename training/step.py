@@ -65,7 +65,7 @@ class PendingStep:
 def agree(world: World, batch: StepBatch, wants_stop: bool) -> tuple[tuple[int, int], bool]:
     """Targets of the global batch by objective, and whether any rank wants to stop (summed by the hosts)."""
     facts = torch.tensor([*batch.targets.tolist(), int(wants_stop)])
-    masked, causal, stops = world.sum(facts).tolist()
+    masked, causal, stops = world.sum(facts, "the agreement before a step").tolist()
     return (masked, causal), stops > 0
 
 
@@ -89,7 +89,8 @@ def train_step(
                 loss, part, model_inputs = training_loss(
                     state.forward, micro_batch, inputs.builder.options, weights, config.z_loss_weight, step_key
                 )
-            loss.backward()
+            with world.collective("the sum of gradients"):
+                loss.backward()
         sums += part
         if prints is not None:
             prints += fingerprint(model_inputs, micro_batch.row_keys)
@@ -123,8 +124,8 @@ def train_step(
     if world.device.type == "cuda":
         facts["stats/peak_memory_gib"] = torch.cuda.max_memory_allocated(world.device) / 2**30
     if prints is not None:
-        world.sum(prints)
-    sums, finished = world.sum(sums), _now(world.device)
+        world.sum(prints, "the sum of fingerprints")
+    sums, finished = world.sum(sums, "the sum of losses"), _now(world.device)
     return PendingStep(facts, weights.share, sums, local_sums, grad_norm, prints, extra, batch.plan.tokens, finished)
 
 

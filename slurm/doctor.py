@@ -1,0 +1,597 @@
+"""What a careful person checks before spending GPU hours: machines, network, run folder, shards, one real step.
+
+    srun python slurm/doctor.py <the flags of train_multi_gpu.py>       # in a job, started as training will be
+    torchrun --nproc_per_node 8 slurm/doctor.py <flags>                 # on one machine without SLURM
+    python slurm/doctor.py <flags> --assume_world_size 64               # in a login shell: one process for 64 ranks
+
+Prints one row per check and changes nothing: what it writes to the run folder to test it is removed again. Exit code: 0
+without a FAIL, 1 with one, 2 for flags that cannot be parsed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store's time-out is a row of the table
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DistError, TCPStore
+
+from slurm.environment import Environment, EnvironmentProblem, read_environment
+from training import checks
+from training.checks import FAIL, OK, SKIP, WARN, Row, ranks_text, time_text
+from training.config import ConfigError, TrainingConfig, make_parser, parse_config
+from training.distributed import CollectiveError, World, choose_device, start_world
+from training.loop import USER_ERRORS, resolve_device_defaults
+from training.metrics import wandb_mode
+from training.setup import Inputs, check_world, read_inputs
+from training.trial import (
+    PATIENT_STEP,
+    StepTrial,
+    expected_seconds,
+    judge_batch,
+    judge_memory,
+    judge_steps,
+    measure_steps,
+)
+
+_DESCRIPTION = "Check machines, network, run folder, shards and one real step before training; takes training's flags."
+_CHECKSUM_SECONDS = 4 * 3600.0  # terabytes of shards
+_STEP_SECONDS = 900.0  # several compilations and steps
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_COLUMNS, _CHECK, _RESULT = 120, 14, 6
+
+_Result = TypeVar("_Result")
+
+
+# Ranks
+
+
+class OtherRankFailed(RuntimeError):
+    """Another rank met an error that it will report; a collective with it cannot end."""
+
+
+class RankLost(RuntimeError):
+    """Rank 0 has stopped waiting for this rank, or does not answer."""
+
+
+class Meeting:
+    """Small facts exchanged between the ranks through the launcher's key-value store, with a time limit.
+
+    Process groups hang or end where a rank is missing; here the others learn its number and go on without it.
+    lost: ranks that did not answer in time, for good. broken: a collective failed on some rank. stuck: a thread of this
+    process still waits in one.
+    """
+
+    def __init__(self, environment: Environment, patience: float):
+        self.rank, self.size, self.patience = environment.rank, environment.world_size, patience
+        self.lost: set[int] = set()
+        self.broken = self.stuck = False
+        self._round, self._store = 0, None
+        if self.size > 1:
+            # The very store that init_process_group will use: torchrun's, or a new one that rank 0 hosts and shares.
+            hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            self._store = TCPStore(
+                environment.master_addr,
+                environment.master_port,
+                self.size,
+                is_master=self.rank == 0 and not hosted,
+                timeout=timedelta(seconds=patience),
+                wait_for_workers=False,
+                multi_tenant=not hosted,
+            )
+
+    def gather(self, value: Any, patience: float | None = None) -> dict[int, Any]:
+        """Every answering rank's `value` (that JSON can hold), by rank; the same on all ranks."""
+        if self._store is None:
+            return {0: value}
+        self._round += 1
+        patience = patience or self.patience
+        everything = self._key("all")
+        self._store.set(self._key(self.rank), json.dumps(value))
+        if self.rank == 0:
+            deadline, answers = time.monotonic() + patience, []
+            for rank in sorted(set(range(self.size)) - self.lost):
+                try:
+                    seconds = max(0.01, deadline - time.monotonic())
+                    self._store.wait([self._key(rank)], timedelta(seconds=seconds))
+                    answers.append((rank, json.loads(self._store.get(self._key(rank)))))
+                except (DistError, RuntimeError):
+                    self.lost.add(rank)
+            self._store.set(everything, json.dumps([sorted(self.lost), answers]))
+        try:
+            self._store.wait([everything], timedelta(seconds=2 * patience))
+            lost, answers = json.loads(self._store.get(everything))
+        except (DistError, RuntimeError) as error:
+            raise RankLost("rank 0 does not answer any more") from error
+        self.lost = set(lost)
+        if self.rank in self.lost:
+            raise RankLost("this rank answered too late, and rank 0 went on without it")
+        return dict(answers)
+
+    def _key(self, name: object) -> str:
+        return f"doctor/{self._round}/{name}"
+
+    def together(self, function: Callable[[], _Result], seconds: float, device: torch.device) -> _Result:
+        """function(), in which ranks wait for each other: on a thread, so that a hang or another rank's error ends it.
+
+        Raises what it raised, TimeoutError, or OtherRankFailed.
+        """
+        box: dict[str, Any] = {}
+
+        def work() -> None:
+            try:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)
+                box["value"] = function()
+            except BaseException as error:
+                box["error"] = error
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        deadline, broken = time.monotonic() + seconds, self._key("broken")
+        while not self.stuck:
+            thread.join(0.2)
+            if not thread.is_alive():
+                break
+            failed = self._store is not None and self._store.check([broken])
+            self.stuck = failed or time.monotonic() > deadline
+            if failed:
+                raise OtherRankFailed("another rank failed meanwhile")
+        else:
+            raise TimeoutError(f"no result within {time_text(seconds)}")
+        if "error" in box:
+            if self._store is not None:
+                self._store.set(broken, "1")
+            raise box["error"]
+        return box["value"]
+
+    def leave(self) -> None:
+        """Go; rank 0, which may host the store, last."""
+        if self._store is None:
+            return
+        self._round += 1
+        try:
+            self._store.set(self._key(self.rank), "")
+            others = set(range(1, self.size)) - self.lost if self.rank == 0 else ()
+            for rank in others:
+                self._store.wait([self._key(rank)], timedelta(seconds=5))
+        except (DistError, RuntimeError):
+            pass  # whoever is gone already has nothing more to read
+
+
+# Checks on all ranks
+
+
+class Report:
+    """The table, printed by rank 0 row by row."""
+
+    def __init__(self, shown: bool):
+        self.rows: list[Row] = []
+        self._shown = shown
+        if shown:
+            print(f"{'check':<{_CHECK}}  {'result':<{_RESULT}}  detail\n{'-' * _COLUMNS}", flush=True)
+
+    def add(self, *rows: Row) -> None:
+        """Take rows, and print them."""
+        self.rows += rows
+        for row in rows if self._shown else ():
+            print(_table_line(row), flush=True)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Rows by result."""
+        return Counter(row.result for row in self.rows)
+
+    def summary(self) -> str:
+        """The last line."""
+        wanted = [OK, WARN, FAIL] + [SKIP] * (SKIP in self.counts)
+        return "doctor: " + ", ".join(f"{self.counts[result]} {result}" for result in wanted)
+
+
+def _table_line(row: Row) -> str:
+    indent = " " * (_CHECK + _RESULT + 4)
+    lines = row.detail.splitlines() + ([f"-> {row.remedy}"] if row.remedy else [])
+    options = {"width": _COLUMNS - len(indent), "break_long_words": False, "break_on_hyphens": False}
+    wrapped = [part for line in lines for part in textwrap.wrap(line, subsequent_indent="  ", **options) or [""]]
+    head = f"{row.check:<{_CHECK}}  {row.result:<{_RESULT}}  "
+    return head + f"\n{indent}".join(wrapped)
+
+
+class Doctor:
+    """Runs checks on all ranks in the same order, whatever fails on one of them."""
+
+    def __init__(self, meeting: Meeting, report: Report, verbose: bool):
+        self.meeting, self.report, self._verbose = meeting, report, verbose
+
+    def check(
+        self,
+        name: str,
+        measure: Callable[[], Any],
+        judge: Callable[[dict[int, Any]], Row | list[Row] | None] = lambda facts: None,
+        patience: float | None = None,
+        remedy: str = "--verbose shows where this came from",
+    ) -> dict[int, Any] | None:
+        """measure() on every rank, then judge(its values by rank) to rows on rank 0.
+
+        remedy: for errors that are no sentences with a remedy themselves. Returns the values, or None where a rank
+        failed or got lost: the same on all ranks.
+        """
+        known = set(self.meeting.lost)
+        answers = self.meeting.gather(self._attempt(measure), patience)
+        lost, problems = self.meeting.lost - known, _problems(answers)
+        if self.meeting.rank == 0:
+            seconds = time_text(patience or self.meeting.patience)
+            if lost:
+                detail = f"rank{'s' * (len(lost) > 1)} {ranks_text(lost)} did not answer within {seconds}"
+                self.report.add(
+                    Row(name, FAIL, detail, "look for their errors in the job's output; --timeout waits longer")
+                )
+            elif problems:
+                explained = all(answer.get("explained", True) for answer in answers.values())
+                self.report.add(Row(name, FAIL, problems, "" if explained else remedy))
+            else:
+                rows = self._attempt(lambda: judge({rank: answer["value"] for rank, answer in answers.items()}))
+                found = Row(name, FAIL, rows["error"], remedy) if "error" in rows else rows["value"]
+                self.report.add(*(found if isinstance(found, list) else [found] if found else []))
+        return None if lost or problems else {rank: answer["value"] for rank, answer in answers.items()}
+
+    def _attempt(self, function: Callable[[], Any]) -> dict[str, Any]:
+        """The function's value, or its error as a sentence; an error is no end."""
+        try:
+            return {"value": function()}
+        except Exception as error:
+            if self._verbose:
+                traceback.print_exc()
+            explained = isinstance(error, (*USER_ERRORS, torch.OutOfMemoryError))
+            follows = isinstance(error, OtherRankFailed | CollectiveError)
+            return {"error": _sentence(error), "explained": explained, "follows": follows}
+
+    def together(
+        self,
+        name: str,
+        measure: Callable[[], Any],
+        judge: Callable[[dict[int, Any]], Row | list[Row]],
+        seconds: float,
+        device: torch.device,
+        remedy: str,
+    ) -> dict[int, Any] | None:
+        """`check` for a measurement in which ranks wait for each other, for at most `seconds`."""
+        meeting = self.meeting
+        patience = seconds + meeting.patience  # the slowest rank may begin and give up that much later
+        found = self.check(name, lambda: meeting.together(measure, seconds, device), judge, patience, remedy)
+        meeting.broken |= found is None
+        return found
+
+    def skip(self, reason: str, *names: str) -> None:
+        """Rows for checks that cannot apply."""
+        self.report.add(*(Row(name, SKIP, reason) for name in names))
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"{str(error).split('. ')[0]}; lower --local_batch_size: it changes speed alone"
+    text = " ".join(str(error).split())[:500]
+    if isinstance(error, (*USER_ERRORS, CollectiveError, OtherRankFailed, RankLost, TimeoutError)):
+        return text
+    return f"{type(error).__name__}: {text}"
+
+
+def _problems(answers: Mapping[int, dict[str, Any]]) -> str:
+    """What went wrong on which ranks; ranks that only waited for a failed one are left out."""
+    failed = {rank: answer for rank, answer in answers.items() if "error" in answer}
+    first = {rank: answer for rank, answer in failed.items() if not answer["follows"]} or failed
+    found: dict[str, list[int]] = {}
+    for rank, answer in first.items():
+        found.setdefault(answer["error"], []).append(rank)
+    if len(found) == 1 and len(first) == len(answers):
+        return next(iter(found))
+    return "\n".join(f"ranks {ranks_text(ranks)}: {error}" for error, ranks in found.items())
+
+
+# The examination
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to examine. config is None where `problem` says what is wrong with training's flags; with an
+    `environment_problem`, this process stands alone."""
+
+    assume_world_size: int
+    checksums: str
+    config: TrainingConfig | None
+    problem: str
+    environment: Environment
+    environment_problem: str
+
+
+def examine(doctor: Doctor, request: Request) -> None:
+    """All checks. Every rank takes the same way through this, since it depends on gathered facts alone."""
+    environment, meeting, report, config = request.environment, doctor.meeting, doctor.report, request.config
+    planned = request.assume_world_size or environment.world_size
+    device = torch.device("cpu")
+
+    def place() -> dict[str, Any]:
+        nonlocal device
+        device = choose_device(config.device if config else "auto", environment.local_rank)
+        return checks.measure_place(environment, device)
+
+    if request.environment_problem:
+        report.add(Row("environment", FAIL, request.environment_problem))
+    else:
+        report.add(checks.judge_environment(environment))
+    places = doctor.check("ranks", place, partial(checks.judge_ranks, environment=environment))
+    if places:
+        wish, mixed = (config.device, config.mixed_precision) if config else ("auto", None)
+        doctor.check("devices", dict, lambda _: checks.judge_devices(places, wish, mixed))
+        doctor.check("processors", dict, lambda _: checks.judge_processors(places))
+    doctor.check("versions", checks.measure_versions, checks.judge_versions)
+    world = _examine_network(doctor, environment, device, places, config)
+
+    def open_inputs() -> str:
+        nonlocal inputs
+        if config is None:
+            raise ConfigError(request.problem)
+        wandb_mode(config)
+        inputs = read_inputs(resolve_device_defaults(config, device))
+        return inputs.data_identity
+
+    inputs: Inputs | None = None
+    opened = doctor.check("inputs", open_inputs, _judge_inputs)
+    if opened is None or inputs is None or config is None:
+        doctor.skip("the inputs cannot be used", "run", "shared folder", "shards", "batch", "training step")
+    else:
+        run = _examine_folder(doctor, inputs, environment)
+        for name, corpus in (
+            ("train shards", inputs.corpus),
+            ("valid shards", inputs.held_out and inputs.held_out.corpus),
+        ):
+            if corpus is None:
+                doctor.skip("no --valid_path", name)
+                continue
+            measure = partial(checks.measure_shards, corpus, request.checksums, meeting.rank, meeting.size)
+            doctor.check(name, measure, partial(checks.judge_shards, name=name, corpus=corpus), _CHECKSUM_SECONDS)
+        plan = inputs  # for the closures below: never None from here on
+        doctor.check("epochs", dict, lambda _: checks.judge_epochs(plan))
+        splits = doctor.check("batch", lambda: check_world(plan, planned), lambda _: judge_batch(plan, planned))
+        if places:
+            doctor.check("memory", dict, lambda _: judge_memory(plan, places))
+        start = run["step"] if run else 0
+        if world is None or meeting.lost or splits is None:
+            why = "rows cannot be shared out" if world and not meeting.lost else "the ranks cannot sum"
+            doctor.skip(why, "training step")
+        elif start == inputs.config.max_steps:
+            doctor.skip("no step is left", "training step")
+        else:
+            _examine_step(doctor, StepTrial(inputs, planned, splits[0], start), world, environment)
+
+
+def _judge_inputs(facts: dict[int, Any]) -> Row:
+    identities = set(facts.values())
+    if len(identities) > 1:
+        remedy = "every node must read the same shards and tokenizer"
+        return Row("inputs", FAIL, f"ranks read {len(identities)} different corpora", remedy)
+    return Row("inputs", OK, f"flags, tokenizer, model configuration and shards fit together (data {facts[0][:12]})")
+
+
+def _examine_network(
+    doctor: Doctor, environment: Environment, device: torch.device, places: Any, config: TrainingConfig | None
+) -> World | None:
+    """The process group and its sums; None where the ranks cannot sum."""
+    if places is None or environment.world_size == 1:
+        reason = "one process" if places else "ranks are missing" if doctor.meeting.lost else "a rank has no device"
+        doctor.skip(reason, "process group", "host sums", "all-reduce")
+        return World(0, 1, device, environment) if places else None
+    # Where the flags are unusable the network can still be looked at. Ranks may compile for minutes beside each other.
+    basis = config or TrainingConfig(train_path="-", config_file="-", tokenizer_path="-", name="-")
+    basis = dataclasses.replace(basis, collective_timeout=_STEP_SECONDS / 60)
+    worlds: list[World] = []
+    start, seconds = time.monotonic(), doctor.meeting.patience
+
+    def join() -> None:
+        worlds.append(start_world(basis))
+
+    def joined(_facts: dict[int, Any]) -> Row:
+        kinds = "gloo and NCCL" if device.type == "cuda" else "gloo"
+        return Row("process group", OK, f"{kinds}, joined after {time_text(time.monotonic() - start)}")
+
+    networks = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the network between hosts"
+    checked: list[tuple[str, Callable[[], Any], Callable[[dict[int, Any]], Row], str]] = [
+        ("process group", join, joined, f"MASTER_ADDR must lead to rank 0; {networks}"),
+        ("host sums", lambda: checks.measure_host_reduce(worlds[0]), checks.judge_host_reduce, networks),
+        (
+            "all-reduce",
+            lambda: checks.measure_device_reduce(worlds[0]),
+            lambda facts: checks.judge_device_reduce(facts, places),
+            f"NCCL_DEBUG=INFO tells which way hangs (NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 avoid one); {networks}",
+        ),
+    ]
+    for number, (name, measure, judge, remedy) in enumerate(checked):
+        if doctor.together(name, measure, judge, seconds, device, remedy) is None:
+            doctor.skip(f"no {name}", *(later[0] for later in checked[number + 1 :]))
+            return None
+    return worlds[0]
+
+
+def _examine_folder(doctor: Doctor, inputs: Inputs, environment: Environment) -> dict[str, Any] | None:
+    """The run folder; returns what run it holds, None where that could not be found out."""
+    meeting, probes = doctor.meeting, []
+    runs = doctor.check(
+        "run",
+        lambda: checks.measure_run(inputs, environment) if meeting.rank == 0 else None,
+        lambda facts: checks.judge_run(facts[0], inputs),
+    )
+    run = runs[0] if runs else None
+
+    def probe() -> dict[str, Any] | None:
+        if meeting.rank != 0:
+            return None
+        folder = inputs.config.run_folder
+        try:
+            probes.append(checks.FolderProbe(folder))
+            return probes[0].measure()
+        except OSError as error:
+            raise ConfigError(f"--output_dir: {folder} cannot be written: {error.strerror}") from error
+
+    try:
+        made = doctor.check("run folder", probe)
+        if made is None:
+            doctor.skip("the run folder cannot be written", "shared folder", "file locks", "clocks", "disk space")
+            return run
+        clocks = doctor.check("clocks", lambda: {"time": time.time()}) or {}
+        look = partial(checks.measure_shared, made[0], meeting.rank)
+        doctor.check("shared folder", look, lambda facts: checks.judge_shared(facts, made[0], clocks))
+        doctor.check("disk space", dict, lambda _: checks.judge_space(made[0], run or {"step": 0, "saved": 0}, inputs))
+    finally:
+        for left in probes:
+            left.remove()
+    return run
+
+
+def _examine_step(doctor: Doctor, trial: StepTrial, world: World, environment: Environment) -> None:
+    """Real steps; a CPU that is too slow for a whole micro-batch makes one of one row."""
+    estimates = doctor.check("training step", lambda: expected_seconds(trial, world.device))
+    if estimates is None:
+        return
+    trial = dataclasses.replace(trial, one_row=max(estimates.values()) > PATIENT_STEP)
+    measure, judge = partial(measure_steps, trial, world), partial(judge_steps, trial=trial, environment=environment)
+    remedy = "--no-compile or a smaller --local_batch_size tell more; --verbose shows where this came from"
+    doctor.together("training step", measure, judge, _STEP_SECONDS, world.device, remedy)
+
+
+# The command
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("doctor")
+    group.add_argument(
+        "--assume_world_size", type=int, default=0, metavar="N", help="in one process: ranks of the planned run"
+    )
+    group.add_argument(
+        "--checksums",
+        choices=("quick", "full", "off"),
+        default="quick",
+        help="SHA-256 of the first and the last shard (quick), of all, shared out over the ranks (full), of none (off)",
+    )
+    group.add_argument("--json", default="", metavar="FILE", help="also write the rows, with their numbers, as JSON")
+    group.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="how long ranks wait for each other (default: 120)",
+    )
+    group.add_argument("--verbose", action="store_true", help="print the traceback of whatever a check met")
+
+
+def _read_request(arguments: Sequence[str]) -> tuple[argparse.Namespace, Request]:
+    """Flags of doctor and training, and the environment. Exits with 2 for unusable flags; only rank 0 says why."""
+    environment, unusable = Environment("none"), ""
+    try:
+        environment = read_environment(os.environ)
+    except EnvironmentProblem as error:
+        unusable = str(error)
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    everything = make_parser(_DESCRIPTION)
+    for parser in (own, everything):
+        _add_flags(parser)
+    with ExitStack() as quiet:
+        if environment.rank:
+            nowhere = quiet.enter_context(open(os.devnull, "w"))
+            quiet.enter_context(redirect_stderr(nowhere))
+            quiet.enter_context(redirect_stdout(nowhere))
+        everything.parse_known_args(arguments)  # checks the types of all flags, and answers --help
+        options, rest = own.parse_known_args(arguments)
+        if options.assume_world_size < 0 or (options.assume_world_size and environment.world_size > 1):
+            everything.error("--assume_world_size N is for one process, in place of N ranks")
+        if not options.timeout > 0:
+            everything.error(f"--timeout is {options.timeout:g}; it must be above 0")
+        config, problem = None, ""
+        try:
+            config = parse_config(rest, _DESCRIPTION)
+        except ConfigError as error:
+            problem = str(error)
+    return options, Request(options.assume_world_size, options.checksums, config, problem, environment, unusable)
+
+
+def _write_json(path: str, report: Report, arguments: Sequence[str], code: int) -> None:
+    rows = [dataclasses.asdict(row) for row in report.rows]
+    counts = {result: report.counts[result] for result in (OK, WARN, FAIL, SKIP)}
+    content = {"time": time.time(), "arguments": [*arguments], "exit_code": code, "counts": counts, "rows": rows}
+    Path(path).write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def _stop(number: int, _frame: object) -> NoReturn:
+    sys.exit(128 + number)  # unlike death by the signal, this removes what the doctor wrote to the run folder
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point; returns the exit code."""
+    options, request = _read_request(arguments)
+    rank = request.environment.rank
+    report, meeting = Report(shown=rank == 0), None
+    previous = {number: signal.signal(number, _stop) for number in _SIGNALS}
+    try:
+        meeting = Meeting(request.environment, options.timeout)
+        examine(Doctor(meeting, report, options.verbose), request)
+    except (RankLost, RuntimeError) as error:  # torch's errors of the store are RuntimeErrors
+        if rank:
+            print(f"[rank {rank}] error: {_sentence(error)}", file=sys.stderr, flush=True)
+            return _leave(meeting, 1)
+        remedy = "MASTER_ADDR and MASTER_PORT must lead to rank 0, and the port must be free"
+        report.add(Row("meeting", FAIL, _sentence(error), remedy))
+    except KeyboardInterrupt:
+        print("interrupted: what was written to the run folder is removed", file=sys.stderr, flush=True)
+        return 130
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if rank:
+        return _leave(meeting, 0)  # rank 0 speaks for all
+    code = 1 if report.counts[FAIL] else 0
+    print(f"{'-' * _COLUMNS}\n{report.summary()}", flush=True)
+    if options.json:
+        try:
+            _write_json(options.json, report, arguments, code)
+        except OSError as error:
+            print(f"error: --json {options.json}: {error.strerror}", file=sys.stderr, flush=True)
+            code = 1
+    return _leave(meeting, code)
+
+
+def _leave(meeting: Meeting | None, code: int) -> int:
+    """End all communication; where a thread may still wait for another rank, end the process at once."""
+    if meeting is not None:
+        meeting.leave()
+        if meeting.stuck or meeting.lost or (meeting.broken and meeting.size > 1):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

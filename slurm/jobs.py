@@ -1,0 +1,251 @@
+"""Submitted jobs: what each of their tasks runs, how that stands, and following them to their end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slurm.job_options import LaunchError
+from slurm.job_states import LIVE, Evidence, SlurmUnreachable, judge, read_queue
+from slurm.sweep import format_table
+
+RECORD = "job.json"
+_LONGEST_PAUSE = 15.0  # seconds between questions; a controller serves thousands of jobs
+_TAIL = 65536
+_MOST_LOGS = 10
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run of a job. values: the swept flags. arguments: every flag of training that is no default.
+
+    job_id: SLURM's, once submitted; of an array's task such as "12_3".
+    """
+
+    index: int
+    name: str
+    run_folder: str
+    max_steps: int
+    values: dict[str, str]
+    arguments: list[str]
+    job_id: str = ""
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    """State of one run. step: optimizer steps done, None before the first. reason: why it waits, stopped or failed."""
+
+    task: Task
+    state: str
+    step: int | None
+    reason: str
+
+    @property
+    def over(self) -> bool:
+        """Whether no other state will come by itself."""
+        return self.state not in LIVE
+
+
+def _swept(tasks: Sequence[Task]) -> list[str]:
+    return list(dict.fromkeys(flag for task in tasks for flag in task.values))
+
+
+def _values(task: Task, flags: Sequence[str]) -> list[str]:
+    return [task.values[flag] or "none" for flag in flags]
+
+
+def plan_table(tasks: Sequence[Task]) -> str:
+    """What each task of a job runs."""
+    flags = _swept(tasks)
+    rows = [[task.index, task.name, *_values(task, flags)] for task in tasks]
+    return format_table(["task", "run", *flags], rows)
+
+
+def reports_table(reports: Sequence[TaskReport]) -> str:
+    """How each task of a job stands."""
+    flags = _swept([report.task for report in reports])
+    rows = []
+    for report in reports:
+        task, step = report.task, "" if report.step is None else f"{report.step}/{report.task.max_steps}"
+        rows.append([task.index, task.name, *_values(task, flags), report.state, step, report.reason])
+    return format_table(["task", "run", *flags, "state", "step", "reason"], rows)
+
+
+def exit_code(reports: Sequence[TaskReport]) -> int:
+    """0 where every run is finished or may still finish, else 1."""
+    return 0 if all(report.state in ("finished", *LIVE) for report in reports) else 1
+
+
+def last_step(run_folder: Path) -> int | None:
+    """The last step in a run's metrics, read from the end of the file."""
+    try:
+        with (run_folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def _outcome(path: Path) -> tuple[bool, str]:
+    """Whether a rank's call by submitit succeeded, and otherwise the last line of its traceback."""
+    try:
+        outcome, result = pickle.loads(path.read_bytes())  # submitit's own file, in our own folder
+    except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+        return False, f"{path} cannot be read"
+    if outcome == "success":
+        return True, ""
+    return False, str(result).strip().splitlines()[-1].removeprefix("slurm.launch.TrainingFailed: ")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A submitted job, or job array, and its folder; `Job.load` finds it again at any later time.
+
+    read_run: what a task's run folder says about it.
+    """
+
+    folder: Path
+    job_id: str
+    tasks: list[Task] = field(repr=False)
+    read_run: Callable[[Task], Evidence] = field(repr=False)
+
+    @staticmethod
+    def load(folder: Path, read_run: Callable[[Task], Evidence]) -> Job:
+        """The job of a job folder. Raises LaunchError."""
+        try:
+            record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+            return Job(folder, record["job_id"], [Task(**task) for task in record["tasks"]], read_run)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise LaunchError(f"{folder} is no job folder of slurm/launch.py ({error})") from error
+
+    def save(self, **facts: Any) -> None:
+        """Write job.json."""
+        record = {"job_id": self.job_id, **facts, "tasks": [asdict(task) for task in self.tasks]}
+        partial = self.folder / (RECORD + ".partial")
+        partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        partial.replace(self.folder / RECORD)
+
+    def log(self, task: Task, rank: int = 0) -> Path:
+        """The log of one rank: what it printed, and its errors."""
+        return self.folder / f"{task.job_id}_{rank}_log.out"
+
+    def reports(self) -> list[TaskReport]:
+        """The state of every run now."""
+        try:
+            queue, problem = read_queue(self.job_id), ""
+        except SlurmUnreachable as error:
+            queue, problem = {}, str(error)
+        found = []
+        for task in self.tasks:
+            run = self._evidence(task)
+            state, reason = judge(queue.get(task.job_id), run)
+            if problem and state == "lost":  # nobody knows: SLURM could not be asked
+                state, reason = "unknown", f"{problem}; the run's own last word: {run.state or 'none'}"
+            step = None if run.state is None else last_step(Path(task.run_folder))
+            found.append(TaskReport(task, state, step, reason))
+        return found
+
+    def _evidence(self, task: Task) -> Evidence:
+        run = self.read_run(task)
+        outcomes = [_outcome(path) for path in sorted(self.folder.glob(f"{task.job_id}_*_result.pkl"))]
+        errors = [error for success, error in outcomes if not success]
+        return replace(run, error=run.error or "".join(errors[:1]), done=bool(outcomes) and not errors)
+
+    def table(self, reports: Sequence[TaskReport] | None = None) -> str:
+        """The table of what each task runs and how that stands, and the logs of those that did not finish."""
+        reports = self.reports() if reports is None else reports
+        bad = [report.task for report in reports if report.over and report.state != "finished"]
+        logs = [f"log of task {task.index}: {self.log(task)}" for task in bad[:_MOST_LOGS] if self.log(task).exists()]
+        return "\n".join([reports_table(reports), *logs])
+
+    def wait(self, seconds: float = _LONGEST_PAUSE) -> list[TaskReport]:
+        """Wait until every run is over; asks SLURM every `seconds`."""
+        while True:
+            reports = self.reports()
+            if all(report.over for report in reports):
+                return reports
+            time.sleep(seconds)
+
+
+def find_job(wish: str, place: Path, read_run: Callable[[Task], Evidence]) -> Job:
+    """The job of a job folder or a job id, among the folders in `place` where SLURM has forgotten it.
+
+    Raises LaunchError.
+    """
+    if (Path(wish) / RECORD).is_file():
+        return Job.load(Path(wish), read_run)
+    number = wish.split("_")[0]
+    if not number.isdigit():
+        raise LaunchError(f"--status {wish!r} is neither a job folder (with {RECORD}) nor a job id")
+    try:
+        shown = subprocess.run(["scontrol", "show", "job", number], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        shown = ""
+    logs = [line.strip().partition("=")[2] for line in shown.splitlines() if line.strip().startswith("StdOut=")]
+    for folder in [*(Path(log).parent for log in logs[:1]), *(path.parent for path in place.glob(f"*/{RECORD}"))]:
+        if (folder / RECORD).is_file() and (job := Job.load(folder, read_run)).job_id == number:
+            return job
+    raise LaunchError(
+        f"--status {wish}: SLURM does not know the job any more and no folder in {place} has that id; give the job's "
+        "folder, or --log_folder"
+    )
+
+
+def follow(job: Job) -> int:
+    """Show a job until it ends: changes of state, and the log of a single run. Returns the exit code."""
+    single = job.tasks[0] if len(job.tasks) == 1 else None
+    shown: dict[int, str] = {}
+    reports: list[TaskReport] = []
+    began, next_question, place = time.monotonic(), 0.0, 0
+    try:
+        while not reports or not all(report.over for report in reports):
+            if time.monotonic() >= next_question:
+                reports = job.reports()
+                pause = min(_LONGEST_PAUSE, max(1.0, (time.monotonic() - began) / 20))
+                next_question = time.monotonic() + pause
+            for report in reports:
+                line = f"{report.state}{f' ({report.reason})' if report.reason else ''}"
+                if shown.get(report.task.index) != line:
+                    shown[report.task.index] = line
+                    print(f"[{report.task.job_id}] {report.task.name}: {line}", flush=True)
+            if single is not None:
+                place = _print_new(job.log(single), place)
+            time.sleep(0.3)
+    except KeyboardInterrupt:
+        print(
+            f"\nno longer following; the job goes on.\nfollow it again: python slurm/launch.py --status {job.folder} "
+            f"--follow\nstop it: scancel {job.job_id}",
+            flush=True,
+        )
+        return 130
+    if single is not None:
+        _print_new(job.log(single), place)
+    print(f"\n{job.table(reports)}", flush=True)
+    return exit_code(reports)
+
+
+def _print_new(log: Path, place: int) -> int:
+    """Print what a file holds beyond `place`; returns its end."""
+    try:
+        with log.open("rb") as file:
+            file.seek(place)
+            new = file.read()
+    except OSError:
+        return place
+    sys.stdout.write(new.decode("utf-8", errors="replace"))
+    sys.stdout.flush()
+    return place + len(new)

@@ -1,0 +1,134 @@
+"""slurm/launch.py on a real SLURM: a sweep of which some runs fail, and a requeued job whose code was edited."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from runs import ROOT, flags, make_inputs, run, training_lines
+
+from slurm.jobs import Job
+from slurm.launch import read_run
+from slurm.snapshot import take_snapshot
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+STEPS = 40
+LONG = 20_000  # steps: more than any test waits for
+
+
+def launch(
+    cluster: Cluster, *arguments: object, script: Path = ROOT / "slurm" / "launch.py"
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script), *map(str, arguments)]
+    return cluster.command(
+        *command, check=False, cwd=cluster.folder, env={**cluster.environment, "OMP_NUM_THREADS": "1"}
+    )
+
+
+def states(text: str) -> dict[str, str]:
+    """The last table in what the launcher printed: its lines by task number."""
+    table = text[text.rindex("task  run") :].splitlines()[1:]
+    return {line.split()[0]: line for line in table if line and line[0].isdigit()}
+
+
+def test_a_sweep_says_which_run_failed_and_why(cluster, monkeypatch):
+    """One array of four: one run ends, one is cancelled while it trains, and two meet a loss that is not finite."""
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    inputs = make_inputs(cluster.folder / "inputs")
+    monkeypatch.chdir(cluster.folder)
+    training = flags(inputs.relative_to(cluster.folder), Path("runs"), "sweep", validate_every=0, save_every=0)
+    values = ["--sweep", f"max_steps=5,{LONG}", "--sweep", "learning_rate=1e-2,1e30"]
+    done = launch(cluster, "--time", "0-0:20", "--cpus_per_task", 1, *values, "--", *training)
+    assert done.returncode == 0, done.stderr
+    number = re.search(r"submitted job (\d+): a job array of 4 runs, each of 1 rank\n", done.stdout)[1]
+    records = cluster.tasks(number)
+    assert {record["ArrayJobId"] for record in records} == {number}  # one array
+    folder = Path(re.search(r"--status (\S+)", done.stdout)[1])
+    assert folder.parent == cluster.folder / "runs" / ".jobs"
+    job = Job.load(folder, read_run)
+    assert [task.job_id for task in job.tasks] == [f"{number}_{index}" for index in range(4)]
+
+    endless = Path(job.tasks[2].run_folder)
+    assert endless == cluster.folder / "runs" / f"sweep-max_steps={LONG}-learning_rate=1e-2"
+    cluster.wait_for(
+        lambda: (endless / "metrics.jsonl").exists() and training_lines(endless), 120, "the long run's steps"
+    )
+    assert job.reports()[2].state == "running"
+    assert job.reports()[2].step >= 1
+    cluster.scancel(f"{number}_2")
+    followed = launch(cluster, "--status", folder, "--follow")
+    assert followed.returncode == 1, followed.stderr
+
+    for text in (followed.stdout, launch(cluster, "--status", number).stdout):
+        table = states(text)
+        assert re.search(r"sweep-max_steps=5-learning_rate=1e-2 +5 +1e-2 +finished +5/5", table["0"])
+        for failed in ("1", "3"):
+            assert re.search(r"1e30 +failed +\d+/\d+ +rank 0 on node\d: step \d+: .*masked.* is nan", table[failed])
+        assert re.search(r" cancelled +\d+/20000 +\S+", table["2"]), table["2"]
+
+
+def check_same(alone: Path, other: Path) -> None:
+    """Two runs have the same losses at every step."""
+    expected, found = training_lines(alone), training_lines(other)
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    for a, b in zip(expected, found, strict=True):
+        for key in ("train/loss", "train/masked_loss", "train/causal_loss"):
+            assert b[key] == pytest.approx(a[key], rel=1e-5), (a["step"], key)
+
+
+def test_four_ranks_on_one_node_followed_to_the_end(cluster, monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    inputs, runs = make_inputs(cluster.folder / "inputs"), cluster.folder / "runs"
+    training = flags(inputs, runs, "four", max_steps=STEPS, validate_every=0, save_every=0)
+    options = ["--tasks_per_node", 4, "--cpus_per_task", 1, "--time", 20, "--no-snapshot", "--follow"]
+    done = launch(cluster, *options, "--", *training)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "submitted job" in done.stdout
+    run(flags(inputs, runs, "one", max_steps=STEPS, validate_every=0, save_every=0))
+    check_same(runs / "one", runs / "four")
+
+
+def test_a_requeued_job_on_two_nodes_is_the_run_of_one_process(cluster, monkeypatch):
+    """Its checkout is edited while it waits in the queue, and it is signalled on its way: neither changes anything."""
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    checkout = cluster.folder / "checkout"
+    take_snapshot(ROOT, checkout)
+    inputs = make_inputs(cluster.folder / "inputs")
+    training = flags(inputs, cluster.folder / "runs", "four", max_steps=STEPS, validate_every=0, save_every=10)
+    options = ["--nodes", 2, "--tasks_per_node", 2, "--cpus_per_task", 1, "--time", 20, "--sbatch", "hold"]
+    done = launch(cluster, *options, "--", *training, script=checkout / "slurm" / "launch.py")
+    assert done.returncode == 0, done.stderr
+    number = re.search(r"submitted job (\d+): one run of 4 ranks\n", done.stdout)[1]  # 2 x 2
+    job = Job.load(Path(re.search(r"--status (\S+)", done.stdout)[1]), read_run)
+    assert [(report.state, report.reason) for report in job.reports()] == [("pending", "JobHeldUser")]
+    for path in (checkout / "training").glob("*.py"):
+        path.write_text("raise SystemExit('this is the edited checkout')")
+    cluster.scontrol("release", number)
+
+    folder = Path(job.tasks[0].run_folder)
+    cluster.wait_for(lambda: (folder / "metrics.jsonl").exists() and training_lines(folder), 120, "the first steps")
+    cluster.scancel("--signal=USR2", number)
+    restarted = cluster.wait_for(
+        lambda: cluster.job(number).get("Restarts") == "1" and job.reports()[0], 60, "a requeue"
+    )
+    assert (restarted.state, restarted.over) == ("requeued", False)
+    assert f"SLURM starts job {number} again" in restarted.reason
+    assert not list(job.folder.glob("*_result.pkl"))  # for submitit, too, the job is not done
+    cluster.wait(number, "RUNNING")
+    cluster.scancel("--signal=USR2", number)  # before there is a rank to handle it: nothing is lost, and nobody dies
+    run(flags(inputs, cluster.folder / "runs", "one", max_steps=STEPS, validate_every=0, save_every=0))
+    (report,) = job.wait(seconds=1)
+    log = job.log(job.tasks[0]).read_text()
+    assert (report.state, report.step) == ("finished", STEPS), log
+    assert "stopped by SIGUSR2 after step" in log
+
+    check_same(cluster.folder / "runs" / "one", folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert {start["world_size"] for start in config["launches"]} == {4}
+    assert len(config["launches"]) >= 2
+    assert str(checkout) not in log

@@ -1,0 +1,166 @@
+"""What became of a run, in files of its folder: the present state, every start, and the errors of each rank.
+
+`status.json` says how things stand, `attempts.jsonl` has a line for each start, `failures/` a file for each rank that
+failed. Job scripts and launchers read them where SLURM's accounting is disabled or says too little; nothing here needs
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from data.files import write_atomically
+from slurm.environment import Environment
+
+RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
+REQUEUED = "requeued"  # SLURM was asked to start the job again, and agreed
+REQUEUE_WANTED = "requeue_wanted"  # the rank could not ask (no scontrol in its container): the batch script does
+
+
+@dataclass(frozen=True)
+class Status:
+    """The content of a run folder's status.json.
+
+    state: one of the names above. reason: why it stopped or failed ("" while running). step: optimizer steps that a
+    checkpoint holds. time: when this was written (UTC, ISO 8601). job_id, restart_count: SLURM's, None and 0 elsewhere.
+    """
+
+    state: str
+    reason: str
+    step: int
+    max_steps: int
+    job_id: str | None
+    restart_count: int
+    host: str
+    time: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's error. secondary: it only lost touch with a rank that failed before it. time: seconds (Unix)."""
+
+    rank: int
+    host: str
+    time: float
+    error: str
+    secondary: bool
+
+
+def write_status(folder: Path, environment: Environment, state: str, reason: str, step: int, max_steps: int) -> None:
+    """Replace status.json. Raises OSError where the folder cannot be written."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    status = Status(
+        state, reason, step, max_steps, environment.job_id, environment.restart_count, socket.gethostname(), now
+    )
+    write_atomically(folder / "status.json", json.dumps(asdict(status), indent=1).encode())
+
+
+def read_status(folder: Path) -> Status | None:
+    """The run's status.json; None where there is none or it cannot be read."""
+    try:
+        content = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+        return Status(**{spec.name: content[spec.name] for spec in fields(Status)})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+# Failures
+
+
+def _failure_file(folder: Path, environment: Environment) -> Path:
+    name = f"{environment.job_id or 'none'}_{environment.restart_count}_{environment.rank}.json"
+    return folder / "failures" / name
+
+
+def record_failure(folder: Path, environment: Environment, error: str, secondary: bool = False) -> None:
+    """Leave this rank's error for whoever asks why the run ended; a folder that cannot be written is no new error."""
+    failure = Failure(environment.rank, socket.gethostname(), time.time(), error, secondary)
+    path = _failure_file(folder, environment)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(asdict(failure)).encode())
+    except OSError:
+        pass
+
+
+def first_failure(folder: Path, job_id: str | None, restart_count: int) -> Failure | None:
+    """The earliest error of one start of a job; one that another rank caused counts only where no other is known."""
+    found = []
+    for path in (folder / "failures").glob(f"{job_id or 'none'}_{restart_count}_*.json"):
+        try:
+            found.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError):
+            continue
+    return min(found, key=lambda failure: (failure.secondary, failure.time), default=None)
+
+
+# Attempts
+
+
+def _attempts(folder: Path) -> list[dict[str, Any]]:
+    try:
+        lines = (folder / "attempts.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run, as registered in attempts.jsonl.
+
+    without_progress: how many starts of this job right before this one left no newer checkpoint behind.
+    """
+
+    folder: Path
+    job_id: str | None
+    restart_count: int
+    without_progress: int
+
+    def superseded(self) -> bool:
+        """Whether SLURM has started the job again since: then this process runs on a node that was given up."""
+        return self.job_id is not None and any(
+            attempt["job_id"] == self.job_id and attempt["restart_count"] > self.restart_count
+            for attempt in _attempts(self.folder)
+        )
+
+
+def begin_attempt(folder: Path, environment: Environment, newest_step: int) -> Attempt:
+    """Register a start and count the fruitless ones before it; a start that is known already is only looked up.
+
+    newest_step: steps done by the newest checkpoint now, 0 for none. Raises OSError where `folder` cannot be written.
+    """
+    job_id, restart_count = environment.job_id, environment.restart_count
+    known = [attempt for attempt in _attempts(folder) if job_id is not None and attempt["job_id"] == job_id]
+    without_progress = 0
+    for attempt in reversed([attempt for attempt in known if attempt["restart_count"] < restart_count]):
+        if attempt["newest_step"] < newest_step:
+            break
+        without_progress += 1
+    if not any(attempt["restart_count"] == restart_count for attempt in known):
+        line = {
+            "job_id": job_id,
+            "restart_count": restart_count,
+            "newest_step": newest_step,
+            "host": socket.gethostname(),
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "attempts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    return Attempt(folder, job_id, restart_count, without_progress)

@@ -1,0 +1,145 @@
+"""Why a run ends before its last step, and what follows: a requeue, a clean end, or a failure with its reason."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm import preemption
+from slurm.environment import Environment
+from slurm.preemption import StopSignals, TimeLimit
+from training.config import TrainingConfig
+from training.status import (
+    FAILED,
+    REQUEUE_WANTED,
+    REQUEUED,
+    STOPPED,
+    Attempt,
+    begin_attempt,
+    write_status,
+)
+
+FRUITLESS_ATTEMPTS = 2  # starts in a row without a new checkpoint after which a job fails instead of starting again
+_LOOK_SECONDS = 5.0  # between looks into the run folder
+_ASSUMED_BYTES_PER_SECOND = 2e8  # of a save, until one has been measured
+
+PROBLEM, INTERRUPT, SUPERSEDED, PREEMPTION = "problem", "interrupt", "superseded", "preemption"
+_PRIORITY = (PROBLEM, INTERRUPT, SUPERSEDED, PREEMPTION)
+
+
+class RestartRefused(RuntimeError):
+    """The job has been restarted too often, or in vain; the message says which."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One rank's wish to stop: a kind of the names above and its description, such as "SIGTERM"."""
+
+    kind: str
+    text: str
+
+
+def most_urgent(stops: list[Stop | None]) -> Stop:
+    """The stop that all ranks follow, from one entry for each rank; at least one is no None."""
+    return min((stop for stop in stops if stop is not None), key=lambda stop: _PRIORITY.index(stop.kind))
+
+
+class StopConditions:
+    """Everything that may end a run early, looked at once a step without waiting for anything.
+
+    Signals count on every rank. Rank 0 (the one with an `attempt`) also watches the clock and the run folder.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        signals: StopSignals,
+        environment: Environment,
+        attempt: Attempt | None,
+        checkpoint_bytes: int,
+    ):
+        self._margin = config.time_limit_margin
+        self._signals, self._attempt = signals, attempt
+        self._limit = TimeLimit(environment) if attempt is not None else None
+        self._save_seconds = checkpoint_bytes / _ASSUMED_BYTES_PER_SECOND
+        self._round_seconds, self._round_began = 0.0, time.monotonic()
+        self._next_look = 0.0
+
+    def saved(self, seconds: float) -> None:
+        """A save has taken `seconds`: the slowest counts."""
+        self._save_seconds = max(self._save_seconds, seconds)
+
+    @property
+    def lead(self) -> float:
+        """Seconds before the time limit at which the run stops: a round of the loop, a save, and what stays free."""
+        return self._round_seconds + 2 * self._save_seconds + self._margin
+
+    def wish(self, problem: str | None) -> Stop | None:
+        """Whether this rank wants to stop now. problem: a sentence where this rank cannot go on."""
+        now = time.monotonic()
+        self._round_seconds, self._round_began = max(self._round_seconds, now - self._round_began), now
+        if problem:
+            return Stop(PROBLEM, problem)
+        received = self._signals.received
+        if received is not None:
+            return Stop(INTERRUPT if received == "SIGINT" else PREEMPTION, received)
+        if self._attempt is not None and now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            if self._attempt.superseded():
+                return Stop(SUPERSEDED, "a newer start of the same job")
+        if self._limit is not None and self._limit.reached(self.lead):
+            return Stop(PREEMPTION, f"the job's time limit in {self._limit.seconds_left or 0:.0f} seconds")
+        return None
+
+
+def register_attempt(folder: Path, environment: Environment, newest_step: int, max_restarts: int) -> Attempt:
+    """Register this start of the run. Raises RestartRefused where the job goes round in circles."""
+    attempt = begin_attempt(folder, environment, newest_step)
+    reason = None
+    if environment.restart_count > max_restarts:
+        reason = f"it has been restarted {environment.restart_count} times (--max_restarts {max_restarts})"
+    elif attempt.without_progress >= FRUITLESS_ATTEMPTS:
+        reason = (
+            f"its last {attempt.without_progress} starts left no new checkpoint behind (the newest is of step "
+            f"{newest_step}); look for the cause in the log, allow more time or lower --save_every, and submit it anew"
+        )
+    if reason:
+        raise RestartRefused(f"job {environment.job_id} stops here: {reason}")
+    return attempt
+
+
+def may_requeue(stop: Stop, config: TrainingConfig, environment: Environment) -> bool:
+    """Whether this stop is one after which the job is to start again."""
+    return stop.kind == PREEMPTION and environment.job_id is not None and config.requeue == "auto"
+
+
+def conclude(stop: Stop, step: int, config: TrainingConfig, environment: Environment) -> tuple[int, str]:
+    """Exit code and last words of a run that has stopped and saved; called by rank 0, which alone requeues."""
+    state, reason, code = STOPPED, stop.text, 0
+    words = f"stopped by {stop.text} after step {step}"
+    if stop.kind == SUPERSEDED:
+        return 0, words  # the run's status belongs to the newer start
+    if stop.kind == PROBLEM:
+        state, code = FAILED, 1
+    elif may_requeue(stop, config, environment):
+        state, reason, code = _requeue(environment, config.max_restarts, stop.text)
+        words += f"; {reason}"
+    write_status(config.run_folder, environment, state, reason, step, config.max_steps)
+    return code, words
+
+
+def _requeue(environment: Environment, max_restarts: int, cause: str) -> tuple[str, str, int]:
+    """Have SLURM start the job again. Returns the run's state, the reason and the exit code."""
+    job_id, restarts = environment.job_id, environment.restart_count
+    assert job_id is not None
+    if restarts >= max_restarts:
+        return FAILED, f"job {job_id} has been restarted {restarts} times (--max_restarts): it is not started again", 1
+    outcome, answer = preemption.requeue(job_id, restarts)
+    if outcome == preemption.REQUEUED:
+        return REQUEUED, f"SLURM starts job {job_id} again (restart {restarts + 1})", 0
+    if outcome == preemption.CANCELLED:
+        return STOPPED, f"job {job_id} was cancelled ({cause}): it is not started again", 0
+    if outcome == preemption.NO_COMMAND:
+        return REQUEUE_WANTED, f"the job script has to requeue job {job_id}: there is no scontrol here", 0
+    return FAILED, f"SLURM did not start job {job_id} again: {answer}", 1
