@@ -56,8 +56,9 @@ test-slurm: setup  ## the tests on a real SLURM, which they install (apt, as roo
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu needs a CUDA device, and torch %s sees none here" % torch.__version__)'
-# Nothing in preprocessing touches a GPU, and its tests import packages that a GPU machine need not have.
-	$(RUN) -m pytest -m gpu --ignore-glob='tests/test_preprocessing*' $(ARGS)
+# Nothing in preprocessing or on the tests' SLURM touches a GPU, and those tests import packages that a GPU machine
+# need not have.
+	$(RUN) -m pytest -m gpu --ignore-glob='tests/test_preprocessing*' --ignore-glob='tests/test_slurm*' $(ARGS)
 
 lint: setup  ## ruff (lint and format) and pyright
 	$(RUN) -m ruff check .

@@ -20,7 +20,10 @@ from torch import Tensor, nn
 
 from ops.attention import RelativeLayout, relative_attention, relative_layout
 from ops.dropout import DropoutKeys, DropoutStates, dropout, dropout_states, head_keys, random_keys, token_keys
+from ops.fused_attention import FusedLayout, fused_layout, fused_relative_attention, wanted
 from ops.rope import RopeLayout, rope_attention, rope_layout
+
+AttentionLayout = RelativeLayout | FusedLayout | RopeLayout
 
 # Places where dropout is applied (`site` in ops/dropout.py): two of the whole model, then four of each layer.
 _EMBEDDING_SITE, _HEAD_SITE, _FIRST_LAYER_SITE = 0, 1, 2
@@ -189,7 +192,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         positions: Tensor | None,
-        layout: RelativeLayout | RopeLayout,
+        layout: AttentionLayout,
         states: DropoutStates | None,
     ) -> Tensor:
         """x [B, T, D] -> [B, T, D].
@@ -199,10 +202,11 @@ class Attention(nn.Module):
         config, p = self.config, self.config.attention_probs_dropout_prob
         heads = (config.num_attention_heads, config.head_dim)
         x = F.layer_norm(x, (config.hidden_size,), eps=config.layer_norm_eps)
-        query, key = self.in_proj_qk(x).unflatten(-1, (2, *heads)).unbind(-3)  # two of [B, T, H, d]
+        query_key = self.in_proj_qk(x).unflatten(-1, (2, *heads))  # [B, T, 2, H, d]
         value, gate = self.value_and_gate(x)
         value = value.unflatten(-1, heads)
         if isinstance(layout, RopeLayout):
+            query, key = query_key.unbind(-3)
             context = rope_attention(query, key, value, layout)
         else:
             assert positions is not None
@@ -211,8 +215,12 @@ class Attention(nn.Module):
                 keys = head_keys(states.tokens, self.first_site + _PROBABILITIES, heads[0])
                 columns = states.columns
                 positions = dropout(positions, p, token_keys(states.table, self.first_site + _RELATIVE), columns)
-            query_pos, key_pos = self.in_proj_qk(positions).unflatten(-1, (2, *heads)).unbind(-3)  # [2b-1, H, d]
-            context = relative_attention(query, key, value, query_pos, key_pos, layout, p, keys, columns)
+            query_key_pos = self.in_proj_qk(positions).unflatten(-1, (2, *heads))  # [2b-1, 2, H, d]
+            if isinstance(layout, FusedLayout):
+                context = fused_relative_attention(query_key, value, query_key_pos, layout, p, keys, columns)
+            else:
+                (query, key), (query_pos, key_pos) = query_key.unbind(-3), query_key_pos.unbind(-3)
+                context = relative_attention(query, key, value, query_pos, key_pos, layout, p, keys, columns)
         context = context.flatten(-2)
         if gate is not None:
             context = context * gate
@@ -256,7 +264,7 @@ class Encoder(nn.Module):
         self,
         x: Tensor,
         positions: Tensor | None,
-        layout: RelativeLayout | RopeLayout,
+        layout: AttentionLayout,
         states: DropoutStates | None,
     ) -> Tensor:
         """Embedded words [B, T, D] -> hidden [B, T, D]; the other arguments are those of `Attention.forward`."""
@@ -357,7 +365,7 @@ class LTGBert(nn.Module):
         layout = self._layout(document_ids, causal)
         return self.transformer(words, positions, layout, states), states
 
-    def _layout(self, document_ids: Tensor, causal: bool | Tensor) -> RelativeLayout | RopeLayout:
+    def _layout(self, document_ids: Tensor, causal: bool | Tensor) -> AttentionLayout:
         config, device = self.config, document_ids.device
         dtype = self.embedding.word_embedding.weight.dtype  # of queries and keys
         if torch.is_autocast_enabled(device.type):
@@ -366,9 +374,11 @@ class LTGBert(nn.Module):
             return rope_layout(document_ids, causal, config.head_dim, config.rope_theta, dtype)
         if isinstance(causal, bool):
             causal = torch.full(document_ids.shape[:1], causal, device=device)
-        return relative_layout(
-            document_ids, causal.to(device), config.position_bucket_size, config.max_position_embeddings, dtype
-        )
+        causal, buckets = causal.to(device), (config.position_bucket_size, config.max_position_embeddings)
+        drops = self.training and config.attention_probs_dropout_prob > 0
+        if wanted(device, dtype, config.head_dim, 2 * config.position_bucket_size - 1, drops):
+            return fused_layout(document_ids, causal, *buckets)
+        return relative_layout(document_ids, causal, *buckets, dtype)
 
     def _dropout_states(
         self, rows: int, length: int, device: torch.device, keys: DropoutKeys | None

@@ -8,11 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import Attention, Encoder, LTGBert, ModelConfig
-from ops.attention import RelativeLayout
+from model import Attention, AttentionLayout, Encoder, LTGBert, ModelConfig
 from ops.averaging import BufferedAverages, PlainAverages
 from ops.dropout import DropoutStates
-from ops.rope import RopeLayout
 
 
 class GatedAttention(Attention):
@@ -55,7 +53,7 @@ class DepthWeightedEncoder(Encoder):
         self,
         x: Tensor,
         positions: Tensor | None,
-        layout: RelativeLayout | RopeLayout,
+        layout: AttentionLayout,
         states: DropoutStates | None,
     ) -> Tensor:
         averages = self.dwa_modules(x)

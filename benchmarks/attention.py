@@ -1,0 +1,255 @@
+"""Attention alone, forward and backward: our kernels beside their eager twin, SDPA, FlexAttention and flashdeberta.
+
+    python benchmarks/attention.py [--seq_length 128 256 512] [--tokens 32768] [--output attention.json]
+
+Every method gets bfloat16 queries, keys and values of the same sizes in the same process; times are medians of CUDA
+events around a forward and around its backward, after a warm-up, each from a device queue that is not empty (so that no
+launch is timed). Ours and the twin run with dropout 0.1 and bidirectional rows; "documents" adds document boundaries
+(about 200 tokens apart) and "causal" causal rows. SDPA has no positions: it is what attention costs without them.
+FlexAttention gathers its scores from tables of q @ K_pos and k @ Q_pos, and cannot drop out. flashdeberta (if
+installed) has other buckets and no dropout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.attention import relative_attention, relative_layout
+from ops.dropout import DropoutKeys, dropout_states, head_keys
+from ops.fused_attention import available, fused_layout, fused_relative_attention
+
+_ROOT = Path(__file__).resolve().parent.parent
+_BUCKETS = (32, 512)
+# FlexAttention's own choice for torch 2.11 and head size 64 asks for more shared memory than an H200 has.
+_FLEX_TILES: Any = {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2}
+
+
+class Inputs:
+    """Random inputs of one shape, and the layout of rows that are one document each, or several."""
+
+    def __init__(self, batch: int, length: int, heads: int, head_dim: int, p: float, variant: str) -> None:
+        def leaf(*shape: int) -> Tensor:
+            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+        self.query_key = leaf(batch, length, 2, heads, head_dim)
+        self.value = leaf(batch, length, heads, head_dim)
+        self.positions = leaf(2 * _BUCKETS[0] - 1, 2, heads, head_dim)
+        self.leaves = [self.query_key, self.value, self.positions]
+        self.gradient = torch.randn(batch, length, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+        boundaries = torch.rand(batch, length, device="cuda") < 1 / 200
+        self.ids = boundaries.cumsum(1) if variant == "documents" else torch.zeros_like(boundaries, dtype=torch.int64)
+        self.causal = torch.full((batch,), variant == "causal", device="cuda")
+        keys = DropoutKeys(torch.arange(batch, device="cuda"), torch.tensor(1, device="cuda"))
+        states = dropout_states(keys, length, length)
+        self.dropout = (p, head_keys(states.tokens, 3, heads), states.columns) if p else (0.0, None, None)
+
+
+def ours(x: Inputs) -> Callable[[], Tensor]:
+    """The fused kernels."""
+    layout = fused_layout(x.ids, x.causal, *_BUCKETS)
+    return lambda: fused_relative_attention(x.query_key, x.value, x.positions, layout, *x.dropout)
+
+
+def twin(x: Inputs) -> Callable[[], Tensor]:
+    """ops.attention.relative_attention."""
+    layout = relative_layout(x.ids, x.causal, *_BUCKETS, torch.bfloat16)
+
+    def run() -> Tensor:
+        (query, key), (query_pos, key_pos) = x.query_key.unbind(2), x.positions.unbind(1)
+        return relative_attention(query, key, x.value, query_pos, key_pos, layout, *x.dropout)
+
+    return run
+
+
+def sdpa(x: Inputs) -> Callable[[], Tensor]:
+    """PyTorch's fused attention, without positions; its own dropout."""
+    p, causal = x.dropout[0], bool(x.causal[0])
+
+    def run() -> Tensor:
+        query, key = (part.transpose(1, 2) for part in x.query_key.unbind(2))
+        context = F.scaled_dot_product_attention(query, key, x.value.transpose(1, 2), dropout_p=p, is_causal=causal)
+        return context.transpose(1, 2)
+
+    return run
+
+
+def flex(x: Inputs) -> Callable[[], Tensor]:
+    """FlexAttention with captured tables, compiled; without dropout, documents and causality."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    slots = relative_layout(x.ids[:1], x.causal[:1], *_BUCKETS).slots
+    head_dim = x.value.size(-1)
+    attend = torch.compile(flex_attention, dynamic=False)
+
+    def run() -> Tensor:
+        query, key = (part.transpose(1, 2) for part in x.query_key.unbind(2))
+        query_pos, key_pos = x.positions.unbind(1)
+        to_position = torch.einsum("bhid,shd->bhis", query, key_pos) * (3 * head_dim) ** -0.5
+        from_position = torch.einsum("bhjd,shd->bhjs", key, query_pos) * (3 * head_dim) ** -0.5
+
+        def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + to_position[b, h, i, slots[i, j]] + from_position[b, h, j, slots[i, j]]
+
+        scale, value = (3 * head_dim) ** -0.5, x.value.transpose(1, 2)
+        context = attend(query, key, value, score_mod=add, scale=scale, kernel_options=_FLEX_TILES)
+        assert isinstance(context, Tensor)
+        return context.transpose(1, 2)
+
+    return run
+
+
+def flashdeberta(x: Inputs) -> Callable[[], Tensor]:
+    """The flashdeberta package's Triton kernels, from tables like FlexAttention's."""
+    from flashdeberta.ops.flash_attention import flash_attention_with_disentangled  # pyright: ignore
+
+    head_dim = x.value.size(-1)
+
+    def run() -> Tensor:
+        query, key = (part.transpose(1, 2).contiguous() for part in x.query_key.unbind(2))
+        query_pos, key_pos = x.positions.unbind(1)
+        to_position = torch.einsum("bhid,shd->bhis", query, key_pos).contiguous()
+        from_position = torch.einsum("bhjd,shd->bhjs", key, query_pos).contiguous()
+        value = x.value.transpose(1, 2).contiguous()
+        context = flash_attention_with_disentangled(
+            query, key, value, None, to_position, from_position, False, (3 * head_dim) ** -0.5, *_BUCKETS
+        )
+        return context.transpose(1, 2)
+
+    return run
+
+
+def time_of(function: Callable[[], Any], repetitions: int) -> float:
+    """Median milliseconds of one call."""
+    for _ in range(3):
+        function()
+    times = []
+    for _ in range(repetitions):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(1_000_000)  # about half a millisecond, in which the call is queued
+        start.record()
+        function()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in times)
+
+
+def measure(make: Callable[[Inputs], Callable[[], Tensor]], x: Inputs, repetitions: int) -> dict[str, float]:
+    """Milliseconds of a forward and its backward, and the memory that the forward leaves and the pair needs, in MiB."""
+    run = make(x)
+    needed = [leaf for leaf in x.leaves if make is not sdpa or leaf is not x.positions]
+    forward = time_of(run, repetitions)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    context = run()
+    kept = torch.cuda.memory_allocated() - before
+    backward = time_of(lambda: torch.autograd.grad(context, needed, x.gradient, retain_graph=True), repetitions)
+    peak = torch.cuda.max_memory_allocated() - before
+    return {
+        "forward_ms": forward,
+        "backward_ms": backward,
+        "total_ms": forward + backward,
+        "kept_mib": kept / 2**20,
+        "peak_mib": peak / 2**20,
+    }
+
+
+def commit() -> str:
+    """The repository's commit, with "+" where files differ from it; empty without git."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(_ROOT), "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seq_length", type=int, nargs="+", default=[128, 256, 512], help="row lengths in tokens")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens in all (default: 32768)")
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--head_dim", type=int, default=64)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--repetitions", type=int, default=30, help="of each measurement (default: 30)")
+    parser.add_argument("--skip", nargs="*", default=[], help="methods to leave out")
+    parser.add_argument("--output", default="", help="JSON file for the results")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: no CUDA device to measure", file=sys.stderr)
+        return 2
+    if not available(torch.device("cuda", 0), options.head_dim, 2 * _BUCKETS[0] - 1):
+        print("error: the fused kernels cannot run on this device", file=sys.stderr)
+        return 2
+    methods: list[tuple[str, Callable[[Inputs], Callable[[], Tensor]], str, bool]] = [
+        ("ours", ours, "", True),
+        ("ours, documents", ours, "documents", True),
+        ("ours, causal", ours, "causal", True),
+        ("ours, no dropout", ours, "", False),
+        ("eager twin", twin, "", True),
+        ("SDPA, no positions", sdpa, "", True),
+        ("SDPA, no positions, no dropout", sdpa, "", False),
+        ("FlexAttention, no dropout", flex, "", False),
+        ("flashdeberta, no dropout", flashdeberta, "", False),
+    ]
+    results = []
+    for name, make, variant, drops in methods:
+        if name in options.skip:
+            continue
+        for length in options.seq_length:
+            x = Inputs(
+                options.tokens // length, length, options.heads, options.head_dim, options.dropout * drops, variant
+            )
+            try:
+                case = measure(make, x, options.repetitions)
+            except ImportError as problem:
+                print(f"{name:<32} not installed ({problem})", flush=True)
+                break
+            except Exception as problem:  # another package's failure is a result too, and not the end of the others
+                if make is ours:
+                    raise
+                case = {"error": f"{type(problem).__name__}: {str(problem)[:300]}"}
+            results.append({"method": name, "seq_length": length, **case})
+            print(
+                f"{name:<32} T={length:<5}"
+                + (
+                    f"forward {case['forward_ms']:7.3f} ms  backward {case['backward_ms']:7.3f} ms  "
+                    f"both {case['total_ms']:7.3f} ms  memory {case['peak_mib']:7.0f} MiB"
+                    if "total_ms" in case
+                    else f"failed: {case['error']}"
+                ),
+                flush=True,
+            )
+            torch.cuda.empty_cache()
+    if options.output:
+        environment = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "commit": commit(),
+        }
+        contents = {"environment": environment, "settings": vars(options), "results": results}
+        Path(options.output).write_text(json.dumps(contents, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
