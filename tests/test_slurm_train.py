@@ -211,8 +211,8 @@ def test_a_node_goes_down(jobs, background, cluster):
 
 def test_other_numbers_of_ranks(jobs, background, cluster):
     """4 ranks, then 2, then 4 again, each ended by SIGINT: saved, not requeued."""
-    for ranks, until in ((4, 6), (2, 14)):
-        job_id = jobs.submit("resized", f"--ntasks={ranks}", "-wnode3", env={"TEST_STEP_SECONDS": "0.3"})
+    for ranks, until in ((4, 3), (2, 9)):
+        job_id = jobs.submit("resized", f"--ntasks={ranks}", "-wnode3", env={"TEST_STEP_SECONDS": "0.2"})
         jobs.wait_for_step(job_id, "resized", until)
         cluster.scancel("--signal=INT", job_id)
         cluster.wait(job_id, "COMPLETED")

@@ -50,7 +50,7 @@ from training.setup import (
     read_inputs,
     versions,
 )
-from training.status import FAILED, FINISHED, RUNNING, Attempt, write_status
+from training.status import FAILED, FINISHED, RUNNING, Attempt, read_status, write_status
 from training.step import NonFiniteError, StepLog, TrainState, agree, train_step
 from training.stopping import (
     PROBLEM,
@@ -321,7 +321,9 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> int:
             print(describe(inputs, world, split, parameters, bool(config.mixed_precision), state.step), flush=True)
         if state.step == config.max_steps:
             if world.is_main:
-                write_status(config.run_folder, environment, FINISHED, "", state.step, config.max_steps)
+                status = read_status(config.run_folder)
+                if status is None or status.state != FINISHED:  # a signal came after the last save
+                    write_status(config.run_folder, environment, FINISHED, "", state.step, config.max_steps)
                 print(f"{config.run_folder} is complete: {config.max_steps} steps are done, nothing to do", flush=True)
             return 0
 
