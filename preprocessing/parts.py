@@ -21,7 +21,6 @@ import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -232,15 +231,9 @@ class PartsFolder:
                 f"--skip_bad_lines, or {self.plan.start_again} to start again"
             )
         folder.open()
-        saved = time.monotonic()
-        try:
+        with folder.journal(journal_seconds) as save_when_due:
             for _ in _copy(folder, sources):
-                if folder.has_full_shards or time.monotonic() - saved >= journal_seconds:
-                    folder.save()
-                    saved = time.monotonic()
-        except (KeyboardInterrupt, CommandError):
-            folder.save()
-            raise
+                save_when_due()
         folder.counts = counts
         folder.complete()
 

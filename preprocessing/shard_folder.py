@@ -13,6 +13,9 @@ import fcntl
 import json
 import os
 import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +62,7 @@ class FolderPlan:
 
 class ShardFolder:
     """The folder of a plan, under a lock. After `open`, `position` (empty at the start) and `counts` say where to go
-    on; then `add` or `add_part`, `save` from time to time, and `complete`."""
+    on; then `add` or `add_part` inside `journal`, and `complete`."""
 
     def __init__(self, plan: FolderPlan) -> None:
         self.plan = plan
@@ -166,6 +169,24 @@ class ShardFolder:
                 writer.finish_full()
             self._write_journal()
         self._consistent = True
+
+    @contextmanager
+    def journal(self, seconds: float) -> Iterator[Callable[[], None]]:
+        """Gives what to call between additions: it saves once shards are full or `seconds` have passed. Whoever stops
+        the block by Ctrl-C or a CommandError finds the work saved up to there."""
+        saved = time.monotonic()
+
+        def save_when_due() -> None:
+            nonlocal saved
+            if self.has_full_shards or time.monotonic() - saved >= seconds:
+                self.save()
+                saved = time.monotonic()
+
+        try:
+            yield save_when_due
+        except (KeyboardInterrupt, CommandError):
+            self.save()
+            raise
 
     def complete(self) -> None:
         """Finishes the last shards and declares the folder complete."""

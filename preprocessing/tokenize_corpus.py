@@ -169,20 +169,11 @@ def _fill(
         started, bytes_before = time.monotonic(), folder.counts.get("text_bytes", 0)
         encoded_chunks = encode_in_order(read_chunks(files, settings.text_field, start), settings, workers)
         bar = tqdm(total=total, initial=before, unit="B", unit_scale=True, desc="tokenizing", disable=not progress)
-        with bar:
-            try:
-                saved = time.monotonic()
-                for chunk in encoded_chunks:
-                    _add(folder, chunk)
-                    bar.update(sum(file.size for file in files[: chunk.end.file]) + chunk.progress - bar.n)
-                    if folder.has_full_shards or time.monotonic() - saved >= journal_seconds:
-                        folder.save()
-                        saved = time.monotonic()
-            except (KeyboardInterrupt, CommandError):
-                folder.save()
-                raise
-            finally:
-                encoded_chunks.close()
+        with bar, closing(encoded_chunks), folder.journal(journal_seconds) as save_when_due:
+            for chunk in encoded_chunks:
+                _add(folder, chunk)
+                bar.update(sum(file.size for file in files[: chunk.end.file]) + chunk.progress - bar.n)
+                save_when_due()
         if not may_be_empty and not sum(writer.total("documents") for writer in folder.writers):
             folder.clear()
             raise CorpusError(f"--input holds no text in {len(files)} files; check --input and --text_field")

@@ -9,6 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,67 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"tests on SLURM: {reason}")
 
 
+# For the tests of tokenize_corpus. tokenizing.py is imported in them: it needs packages that a GPU machine may lack.
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tokenizing import make_tokenizer
+
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tokenizing import make_corpus
+
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a few documents, parts of documents of a few lines."""
+    from preprocessing import corpora
+
+    monkeypatch.setattr(corpora, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(corpora, "DOCUMENT_BYTES", 4000)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory, tokenizer_path: Path) -> Path:
+    """9 MB in three files (enough to be caught in the middle) and what becomes of them."""
+    from tokenizing import make_texts, tokenize
+
+    folder = tmp_path_factory.mktemp("large")
+    (folder / "in").mkdir()
+    text = "\n\n".join(make_texts(7000, seed=3))
+    for number in range(3):
+        (folder / "in" / f"{number}.txt").write_text((text + f"\n\n{number}\n\n") * 3)
+    tokenize(folder / "in", folder / "whole", tokenizer_path, 0.1, shard_size=200_000)
+    return folder
+
+
+@pytest.fixture
+def fake_slurm(tmp_path, monkeypatch):
+    """Commands of SLURM that print what a test says; sbatch also keeps its script and its environment."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def command(name: str, output: str = "", error: str = "", code: int = 0) -> None:
+        lines = ["#!/bin/sh", f"printf %s {shlex.quote(output)}", f"printf %s {shlex.quote(error)} >&2"]
+        if name == "sbatch":
+            lines.append(f'cp "$1" {folder}/script; env > {folder}/environment')
+        (folder / name).write_text("\n".join([*lines, f"exit {code}\n"]))
+        (folder / name).chmod(0o755)
+
+    for name in ("squeue", "scontrol"):
+        command(name, error="slurm_load_jobs error: Invalid job id specified\n", code=1)
+    command("srun")
+    command.folder = folder
+    return command
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A running SLURM of four nodes with four pretended GPUs each, idle when a test begins (`Cluster` in cluster.py).
@@ -62,7 +124,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if reason is not None and REQUIRE_SLURM:
         pytest.fail(f"REQUIRE_SLURM=1, but {reason}", pytrace=False)
     if reason is not None:
-        pytest.skip(reason)
+        pytest.skip(reason)  # found only by trying: apt without a network, a container without namespaces
     try:
         yield running
     finally:

@@ -7,9 +7,11 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from data.shards import tokenizer_hash, write_shard
@@ -132,3 +134,13 @@ def run(arguments: list[str], ranks: int = 0, check: bool = True) -> subprocess.
 def training_lines(folder: Path) -> list[dict]:
     """The training lines of a run's metrics, in order."""
     return [line for line in read_metrics(folder / "metrics.jsonl") if "train/loss" in line]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], script: Callable[..., int], *arguments: object) -> str:
+    """The one sentence on standard error with which `script` refuses arguments."""
+    capsys.readouterr()
+    assert script(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1, f"not one sentence: {error}"
+    return error

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from runs import refusal
 from safetensors.torch import load_file
 
 from data.shards import open_shard, read_manifest, resolve_shards, sha256_file
@@ -54,12 +55,7 @@ def run(*arguments: object) -> int:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    capsys.readouterr()
-    assert run(*arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error
+    return refusal(capsys, run, *arguments)
 
 
 def stored(folder: Path) -> list[list[int]]:

@@ -15,30 +15,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tokenizing import command, contents, make_corpus, make_texts, make_tokenizer, tokenize
+from tokenizing import command, contents, make_texts, tokenize
 
 import data.shards
 from data.shards import ShardWriter, tokenizer_hash
 from preprocessing import corpora, encoding, tokenize_corpus
 from preprocessing.corpora import find_inputs
 from preprocessing.tokenizer import load_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer_path(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture
-def small_chunks(monkeypatch):
-    """Chunks of a few documents, parts of documents of a few lines."""
-    monkeypatch.setattr(corpora, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(corpora, "DOCUMENT_BYTES", 4000)
 
 
 class Crash(BaseException):
@@ -150,18 +133,6 @@ def test_an_interruption_in_the_middle_of_a_chunk(corpus, tokenizer_path, tmp_pa
             tokenize(corpus, tmp_path / "out", tokenizer_path, 0.4, shard_size=2000)
     tokenize(corpus, tmp_path / "out", tokenizer_path, 0.4, shard_size=2000)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory, tokenizer_path):
-    """9 MB in three files (enough to be caught in the middle) and what becomes of them."""
-    folder = tmp_path_factory.mktemp("large")
-    (folder / "in").mkdir()
-    text = "\n\n".join(make_texts(7000, seed=3))
-    for number in range(3):
-        (folder / "in" / f"{number}.txt").write_text((text + f"\n\n{number}\n\n") * 3)
-    tokenize(folder / "in", folder / "whole", tokenizer_path, 0.1, shard_size=200_000)
-    return folder
 
 
 def started(arguments: list[str], output: Path) -> subprocess.Popen[str]:

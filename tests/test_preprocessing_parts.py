@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from test_preprocessing_interrupted import Crash, crash_at, started
 from test_preprocessing_refused import refused
 from test_preprocessing_tokenize import PEAK
-from tokenizing import ROOT, command, contents, make_corpus, make_texts, make_tokenizer, run, tokenize
+from tokenizing import ROOT, command, contents, make_texts, run, tokenize
 
 import data.shards
 from data.shards import ShardWriter, read_manifest, tokenizer_hash
-from preprocessing import corpora, encoding, parts, tokenize_corpus
+from preprocessing import encoding, parts, tokenize_corpus
 from preprocessing.corpora import InputFile, find_inputs
 from preprocessing.encoding import EncoderSettings
 from preprocessing.parts import PartsFolder, ranges, share
@@ -37,14 +37,9 @@ from preprocessing.train_tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokenizer_path(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
+def corpus(corpus):
     """Nine files of all formats and very different sizes, one without text, one a single long document."""
-    folder = make_corpus(tmp_path_factory.mktemp("corpus"))
+    folder = corpus
     (folder / "e.txt").write_text(" \n\n")
     (folder / "f").mkdir()
     (folder / "f" / "long.txt").write_text("\n".join(make_texts(500, seed=5)))
@@ -56,10 +51,8 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture
-def small_chunks(monkeypatch):
-    """Chunks of a few documents, parts of documents of a few lines, merged in small blocks."""
-    monkeypatch.setattr(corpora, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(corpora, "DOCUMENT_BYTES", 4000)
+def small_chunks(small_chunks, monkeypatch):
+    """And merged in small blocks."""
     monkeypatch.setattr(parts, "MERGED_TOKENS", 700)
 
 
@@ -281,18 +274,6 @@ def remove_one_by_one(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     folder.rmdir()
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory, tokenizer_path):
-    """6 MB in three files (enough to be caught in the middle) and what becomes of them."""
-    folder = tmp_path_factory.mktemp("large")
-    (folder / "in").mkdir()
-    text = "\n\n".join(make_texts(7000, seed=3))
-    for number in range(3):
-        (folder / "in" / f"{number}.txt").write_text((text + f"\n\n{number}\n\n") * 2)
-    tokenize(folder / "in", folder / "whole", tokenizer_path, 0.1, shard_size=200_000)
-    return folder
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGUSR1, 143)])

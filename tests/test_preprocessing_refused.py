@@ -10,21 +10,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tokenizing import contents, decoded, make_corpus, make_texts, make_tokenizer, run
+from runs import refusal
+from tokenizing import contents, decoded, make_texts, run
 
 from data.shards import read_manifest
 from preprocessing import encoding, tokenize_corpus
 from preprocessing.train_tokenizer import train_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer_path(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture
@@ -36,13 +27,7 @@ def flags(corpus, tokenizer_path, tmp_path):
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one sentence with which the script ends."""
-    capsys.readouterr()
-    assert run(*arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error
+    return refusal(capsys, run, *arguments)
 
 
 def test_a_complete_folder_is_left_alone(flags, tmp_path, capsys):

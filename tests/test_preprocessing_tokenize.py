@@ -14,31 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from tokenizing import ROOT, command, contents, decoded, make_corpus, make_texts, make_tokenizer, run, stored, tokenize
+from tokenizing import ROOT, command, contents, decoded, make_texts, run, stored, tokenize
 
 from data.shards import open_shard, read_manifest, sha256_file, tokenizer_hash
 from preprocessing import corpora
 from preprocessing.corpora import CorpusError
 from preprocessing.encoding import is_validation
 from preprocessing.tokenizer import SPECIAL_TOKENS, load_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer_path(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture
-def small_chunks(monkeypatch):
-    """Chunks of a few documents, parts of documents of a few lines."""
-    monkeypatch.setattr(corpora, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(corpora, "DOCUMENT_BYTES", 4000)
-
 
 # What comes out
 
