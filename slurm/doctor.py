@@ -17,17 +17,15 @@ import os
 import signal
 import sys
 import textwrap
-import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -36,14 +34,14 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store's time-out is a
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, TCPStore
 
 from slurm.environment import Environment, EnvironmentProblem, read_environment
-from training import checks
+from training import machine_checks, run_checks
 from training.checks import FAIL, OK, SKIP, WARN, Row, ranks_text, time_text
 from training.config import ConfigError, TrainingConfig, make_parser, parse_config
 from training.distributed import CollectiveError, World, choose_device, start_world
 from training.loop import USER_ERRORS, resolve_device_defaults
+from training.meeting import Meeting, OtherRankFailed, RankLost
 from training.metrics import wandb_mode
 from training.setup import Inputs, check_world, read_inputs
 from training.trial import (
@@ -61,124 +59,6 @@ _CHECKSUM_SECONDS = 4 * 3600.0  # terabytes of shards
 _STEP_SECONDS = 900.0  # several compilations and steps
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _COLUMNS, _CHECK, _RESULT = 120, 14, 6
-
-_Result = TypeVar("_Result")
-
-
-# Ranks
-
-
-class OtherRankFailed(RuntimeError):
-    """Another rank met an error that it will report; a collective with it cannot end."""
-
-
-class RankLost(RuntimeError):
-    """Rank 0 has stopped waiting for this rank, or does not answer."""
-
-
-class Meeting:
-    """Small facts exchanged between the ranks through the launcher's key-value store, with a time limit.
-
-    Process groups hang or end where a rank is missing; here the others learn its number and go on without it.
-    lost: ranks that did not answer in time, for good. broken: a collective failed on some rank. stuck: a thread of this
-    process still waits in one.
-    """
-
-    def __init__(self, environment: Environment, patience: float):
-        self.rank, self.size, self.patience = environment.rank, environment.world_size, patience
-        self.lost: set[int] = set()
-        self.broken = self.stuck = False
-        self._round, self._store = 0, None
-        if self.size > 1:
-            # The very store that init_process_group will use: torchrun's, or a new one that rank 0 hosts and shares.
-            hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            self._store = TCPStore(
-                environment.master_addr,
-                environment.master_port,
-                self.size,
-                is_master=self.rank == 0 and not hosted,
-                timeout=timedelta(seconds=patience),
-                wait_for_workers=False,
-                multi_tenant=not hosted,
-            )
-
-    def gather(self, value: Any, patience: float | None = None) -> dict[int, Any]:
-        """Every answering rank's `value` (that JSON can hold), by rank; the same on all ranks."""
-        if self._store is None:
-            return {0: value}
-        self._round += 1
-        patience = patience or self.patience
-        everything = self._key("all")
-        self._store.set(self._key(self.rank), json.dumps(value))
-        if self.rank == 0:
-            deadline, answers = time.monotonic() + patience, []
-            for rank in sorted(set(range(self.size)) - self.lost):
-                try:
-                    seconds = max(0.01, deadline - time.monotonic())
-                    self._store.wait([self._key(rank)], timedelta(seconds=seconds))
-                    answers.append((rank, json.loads(self._store.get(self._key(rank)))))
-                except (DistError, RuntimeError):
-                    self.lost.add(rank)
-            self._store.set(everything, json.dumps([sorted(self.lost), answers]))
-        try:
-            self._store.wait([everything], timedelta(seconds=2 * patience))
-            lost, answers = json.loads(self._store.get(everything))
-        except (DistError, RuntimeError) as error:
-            raise RankLost("rank 0 does not answer any more") from error
-        self.lost = set(lost)
-        if self.rank in self.lost:
-            raise RankLost("this rank answered too late, and rank 0 went on without it")
-        return dict(answers)
-
-    def _key(self, name: object) -> str:
-        return f"doctor/{self._round}/{name}"
-
-    def together(self, function: Callable[[], _Result], seconds: float, device: torch.device) -> _Result:
-        """function(), in which ranks wait for each other: on a thread, so that a hang or another rank's error ends it.
-
-        Raises what it raised, TimeoutError, or OtherRankFailed.
-        """
-        box: dict[str, Any] = {}
-
-        def work() -> None:
-            try:
-                if device.type == "cuda":
-                    torch.cuda.set_device(device)
-                box["value"] = function()
-            except BaseException as error:
-                box["error"] = error
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        deadline, broken = time.monotonic() + seconds, self._key("broken")
-        while not self.stuck:
-            thread.join(0.2)
-            if not thread.is_alive():
-                break
-            failed = self._store is not None and self._store.check([broken])
-            self.stuck = failed or time.monotonic() > deadline
-            if failed:
-                raise OtherRankFailed("another rank failed meanwhile")
-        else:
-            raise TimeoutError(f"no result within {time_text(seconds)}")
-        if "error" in box:
-            if self._store is not None:
-                self._store.set(broken, "1")
-            raise box["error"]
-        return box["value"]
-
-    def leave(self) -> None:
-        """Go; rank 0, which may host the store, last."""
-        if self._store is None:
-            return
-        self._round += 1
-        try:
-            self._store.set(self._key(self.rank), "")
-            others = set(range(1, self.size)) - self.lost if self.rank == 0 else ()
-            for rank in others:
-                self._store.wait([self._key(rank)], timedelta(seconds=5))
-        except (DistError, RuntimeError):
-            pass  # whoever is gone already has nothing more to read
 
 
 # Checks on all ranks
@@ -335,18 +215,18 @@ def examine(doctor: Doctor, request: Request) -> None:
     def place() -> dict[str, Any]:
         nonlocal device
         device = choose_device(config.device if config else "auto", environment.local_rank)
-        return checks.measure_place(environment, device)
+        return machine_checks.measure_place(environment, device)
 
     if request.environment_problem:
         report.add(Row("environment", FAIL, request.environment_problem))
     else:
-        report.add(checks.judge_environment(environment))
-    places = doctor.check("ranks", place, partial(checks.judge_ranks, environment=environment))
+        report.add(machine_checks.judge_environment(environment))
+    places = doctor.check("ranks", place, partial(machine_checks.judge_ranks, environment=environment))
     if places:
         wish, mixed = (config.device, config.mixed_precision) if config else ("auto", None)
-        doctor.check("devices", dict, lambda _: checks.judge_devices(places, wish, mixed))
-        doctor.check("processors", dict, lambda _: checks.judge_processors(places))
-    doctor.check("versions", checks.measure_versions, checks.judge_versions)
+        doctor.check("devices", dict, lambda _: machine_checks.judge_devices(places, wish, mixed))
+        doctor.check("processors", dict, lambda _: machine_checks.judge_processors(places))
+    doctor.check("versions", machine_checks.measure_versions, machine_checks.judge_versions)
     world = _examine_network(doctor, environment, device, places, config)
 
     def open_inputs() -> str:
@@ -370,10 +250,10 @@ def examine(doctor: Doctor, request: Request) -> None:
             if corpus is None:
                 doctor.skip("no --valid_path", name)
                 continue
-            measure = partial(checks.measure_shards, corpus, request.checksums, meeting.rank, meeting.size)
-            doctor.check(name, measure, partial(checks.judge_shards, name=name, corpus=corpus), _CHECKSUM_SECONDS)
+            measure = partial(run_checks.measure_shards, corpus, request.checksums, meeting.rank, meeting.size)
+            doctor.check(name, measure, partial(run_checks.judge_shards, name=name, corpus=corpus), _CHECKSUM_SECONDS)
         plan = inputs  # for the closures below: never None from here on
-        doctor.check("epochs", dict, lambda _: checks.judge_epochs(plan))
+        doctor.check("epochs", dict, lambda _: run_checks.judge_epochs(plan))
         splits = doctor.check("batch", lambda: check_world(plan, planned), lambda _: judge_batch(plan, planned))
         if places:
             doctor.check("memory", dict, lambda _: judge_memory(plan, places))
@@ -419,11 +299,16 @@ def _examine_network(
     networks = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the network between hosts"
     checked: list[tuple[str, Callable[[], Any], Callable[[dict[int, Any]], Row], str]] = [
         ("process group", join, joined, f"MASTER_ADDR must lead to rank 0; {networks}"),
-        ("host sums", lambda: checks.measure_host_reduce(worlds[0]), checks.judge_host_reduce, networks),
+        (
+            "host sums",
+            lambda: machine_checks.measure_host_reduce(worlds[0]),
+            machine_checks.judge_host_reduce,
+            networks,
+        ),
         (
             "all-reduce",
-            lambda: checks.measure_device_reduce(worlds[0]),
-            lambda facts: checks.judge_device_reduce(facts, places),
+            lambda: machine_checks.measure_device_reduce(worlds[0]),
+            lambda facts: machine_checks.judge_device_reduce(facts, places),
             f"NCCL_DEBUG=INFO tells which way hangs (NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 avoid one); {networks}",
         ),
     ]
@@ -439,8 +324,8 @@ def _examine_folder(doctor: Doctor, inputs: Inputs, environment: Environment) ->
     meeting, probes = doctor.meeting, []
     runs = doctor.check(
         "run",
-        lambda: checks.measure_run(inputs, environment) if meeting.rank == 0 else None,
-        lambda facts: checks.judge_run(facts[0], inputs),
+        lambda: run_checks.measure_run(inputs, environment) if meeting.rank == 0 else None,
+        lambda facts: run_checks.judge_run(facts[0], inputs),
     )
     run = runs[0] if runs else None
 
@@ -449,7 +334,7 @@ def _examine_folder(doctor: Doctor, inputs: Inputs, environment: Environment) ->
             return None
         folder = inputs.config.run_folder
         try:
-            probes.append(checks.FolderProbe(folder))
+            probes.append(run_checks.FolderProbe(folder))
             return probes[0].measure()
         except OSError as error:
             raise ConfigError(f"--output_dir: {folder} cannot be written: {error.strerror}") from error
@@ -460,9 +345,11 @@ def _examine_folder(doctor: Doctor, inputs: Inputs, environment: Environment) ->
             doctor.skip("the run folder cannot be written", "shared folder", "file locks", "clocks", "disk space")
             return run
         clocks = doctor.check("clocks", lambda: {"time": time.time()}) or {}
-        look = partial(checks.measure_shared, made[0], meeting.rank)
-        doctor.check("shared folder", look, lambda facts: checks.judge_shared(facts, made[0], clocks))
-        doctor.check("disk space", dict, lambda _: checks.judge_space(made[0], run or {"step": 0, "saved": 0}, inputs))
+        look = partial(run_checks.measure_shared, made[0], meeting.rank)
+        doctor.check("shared folder", look, lambda facts: run_checks.judge_shared(facts, made[0], clocks))
+        doctor.check(
+            "disk space", dict, lambda _: run_checks.judge_space(made[0], run or {"step": 0, "saved": 0}, inputs)
+        )
     finally:
         for left in probes:
             left.remove()

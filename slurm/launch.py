@@ -42,15 +42,13 @@ from slurm.job_states import Evidence
 from slurm.jobs import Job, Task, TaskReport, exit_code, find_job, follow, last_step, plan_table, reports_table
 from slurm.preemption import early_signals
 from slurm.snapshot import SITE_FILE, SnapshotError, take_snapshot
-from slurm.sweep import Axis, SweepError, combinations, make_axis, parse_axis, safe_name
-from training.config import FIELDS, ConfigError, TrainingConfig, parse_config
+from slurm.sweep import Axis, SweepError, make_axis, parse_axis
+from slurm.tasks import DESCRIPTION, base_name, is_list, missing_files, plan_tasks
+from training.config import FIELDS, ConfigError
 from training.status import FINISHED, REQUEUE_WANTED, REQUEUED, STOPPED, first_failure, read_status
 
 _ROOT = Path(__file__).resolve().parent.parent
-_DESCRIPTION = "Hybrid masked/causal pretraining in a job of slurm/launch.py; these flags stand after --."
 _JOBS = ".jobs"  # in OUTPUT_DIR: the folder of job folders
-_FILE_FLAGS = ("train_path", "valid_path", "config_file", "tokenizer_path", "output_dir", "initial_weights")
-_LONGEST_NAME = 200  # of a run folder; file systems take 255 bytes
 _MANY = 1_000_000  # submitit counts every signal of a job of up to 10 minutes as a time-out
 
 
@@ -79,7 +77,7 @@ class TrainingJob:
         from training.loop import main
 
         sys.argv = ["train_multi_gpu.py", *self.arguments]  # for the run's records
-        code = main(self.arguments, _DESCRIPTION, start_world, signals)
+        code = main(self.arguments, DESCRIPTION, start_world, signals)
         if code != 0:
             why = _failure(Path(self.run_folder), read_environment(os.environ).job_id)
             sys.tracebacklimit = 0  # where in this file it was raised tells nobody anything
@@ -117,81 +115,6 @@ def read_run(task: Task) -> Evidence:
     if status is None or status.job_id != task.job_id:
         return Evidence(error=_failure(folder, task.job_id))
     return Evidence(status.state, status.reason, _failure(folder, task.job_id, status.restart_count))
-
-
-# What the runs are
-
-
-def to_arguments(config: TrainingConfig) -> list[str]:
-    """The command line that gives `config` again, without a recipe and with only what differs from the defaults."""
-    found = []
-    for name, spec in FIELDS.items():
-        value = getattr(config, name)
-        if value == spec.default:
-            continue
-        if isinstance(value, bool):
-            found.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            found.append(f"--{name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
-    return found
-
-
-def with_absolute_paths(config: TrainingConfig, folder: Path) -> TrainingConfig:
-    """`config` with its paths, which are relative to `folder`, meaning the same from anywhere."""
-    names = [*_FILE_FLAGS, "checkpoint_filename", *(["resume"] if config.resume not in ("auto", "never") else [])]
-    changed = {name: str(folder / getattr(config, name)) for name in names if getattr(config, name)}
-    return dataclasses.replace(config, **changed)
-
-
-def _is_list(flag: str) -> bool:
-    return flag in FIELDS and isinstance(FIELDS[flag].default, tuple)
-
-
-def _override(flag: str, value: str) -> str:
-    """A swept value as an argument."""
-    if flag in FIELDS and (FIELDS[flag].metadata["kind"] is bool or isinstance(FIELDS[flag].default, bool)):
-        if value.lower() not in ("true", "false"):
-            raise SweepError(f"--sweep {flag}={value}: the values of this flag are true and false")
-        return f"--{flag}" if value.lower() == "true" else f"--no-{flag}"
-    return f"--{flag}={value}"
-
-
-def plan_tasks(arguments: Sequence[str], axes: Sequence[Axis], folder: Path) -> list[Task]:
-    """The runs of a job, each checked as training itself checks its flags; paths are relative to `folder`.
-
-    Raises ConfigError or SweepError; exits with one sentence for an unknown flag or a value of a wrong type.
-    """
-    for axis in axes:
-        if axis.flag in ("name", "output_dir"):
-            raise SweepError(f"--sweep {axis.flag}: names of runs are made from --name and the swept values")
-        if axis.flag not in FIELDS and axis.flag != "recipe":
-            raise SweepError(f"--sweep {axis.flag}: training has no such flag")
-    tasks: list[Task] = []
-    for index, (values, suffix) in enumerate(combinations(axes)):
-        overrides = [_override(flag, value) for flag, value in values.items()]
-        config = with_absolute_paths(parse_config([*arguments, *overrides], _DESCRIPTION), folder)
-        config = dataclasses.replace(config, name=config.name + suffix)
-        if len(config.name.encode()) > _LONGEST_NAME:
-            raise SweepError(f"the run's name {config.name!r} is too long for a folder; shorten --name or sweep less")
-        run_folder = str(config.run_folder)
-        tasks.append(Task(index, config.name, run_folder, config.max_steps, values, to_arguments(config)))
-    return tasks
-
-
-def _base_name(tasks: Sequence[Task], axes: Sequence[Axis]) -> str:
-    """The name of a sweep: its runs' without the values."""
-    return safe_name(tasks[0].name.removesuffix(combinations(axes)[0][1]))
-
-
-def _missing_files(tasks: Sequence[Task]) -> list[str]:
-    """Notes on files that cannot be seen from here, which need not be wrong: a disk may exist on the nodes only."""
-    found = {}
-    for task in tasks:
-        for argument in task.arguments:
-            flag, _, value = argument.partition("=")
-            if flag in ("--config_file", "--tokenizer_path", "--initial_weights") and not Path(value).exists():
-                found[argument] = f"note: {flag} {value} cannot be seen from here; the job will need it"
-    return list(found.values())
 
 
 # Submitting
@@ -232,7 +155,7 @@ def _submit(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis])
     tasks = plan_tasks(arguments, axes, Path.cwd())
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise LaunchError("there is no sbatch here: run this on a login node of the cluster, or give --local")
-    place, name = _place(options, tasks), _base_name(tasks, axes)
+    place, name = _place(options, tasks), base_name(tasks, axes)
     folder = new_folder(place, name)
     try:
         code, facts = _ROOT, {}
@@ -299,7 +222,7 @@ def _describe(job: Job, options: JobOptions) -> str:
             f"log     {log}",
             f"status  python slurm/launch.py --status {job.folder}",
             f"stop    scancel {job.job_id}",
-            *_missing_files(job.tasks),
+            *missing_files(job.tasks),
         ]
     )
 
@@ -310,7 +233,7 @@ def _dry_run(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis]
     from submitit.slurm.slurm import _make_sbatch_string  # its executor wants an sbatch on the machine
 
     tasks = plan_tasks(arguments, axes, Path.cwd())
-    name = _base_name(tasks, axes)
+    name = base_name(tasks, axes)
     folder = _place(options, tasks) / f"{name}-DATE-TIME"
     code = folder / "code" if options.snapshot else _ROOT
     parameters = submitit_parameters(options, name, folder, code, (_ROOT / SITE_FILE).is_file(), len(tasks))
@@ -321,7 +244,7 @@ def _dry_run(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis]
     for task in tasks:
         print(shlex.join(["train_multi_gpu.py", *task.arguments]))
     print(f"\n{plan_table(tasks)}\n")
-    print("\n".join([*_missing_files(tasks), "nothing was submitted (--dry_run)"]))
+    print("\n".join([*missing_files(tasks), "nothing was submitted (--dry_run)"]))
     return 0
 
 
@@ -463,7 +386,7 @@ def _act(given: dict[str, Any], training: Sequence[str]) -> int:
     names = {spec.name for spec in dataclasses.fields(JobOptions)}
     wishes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in names}
     options = JobOptions(**wishes)
-    axes = [parse_axis(text, _is_list) for text in given.get("sweep", [])]
+    axes = [parse_axis(text, is_list) for text in given.get("sweep", [])]
     if "local" in given:
         return _run_locally(training, options, axes, "dry_run" in given)
     if "dry_run" in given:

@@ -19,23 +19,19 @@ import pytest
 from runs import ROOT, environment, flags, make_inputs, run
 
 from data.shards import describe_shard, tokenizer_hash, write_manifest
-from slurm.doctor import Doctor, Meeting, OtherRankFailed, Report, main
+from slurm.doctor import Doctor, Report, main
 from slurm.environment import Environment
-from training.checks import (
-    FAIL,
-    OK,
-    SKIP,
-    WARN,
+from training.checks import FAIL, OK, SKIP, WARN, ranks_text, time_text
+from training.machine_checks import (
     judge_device_reduce,
     judge_devices,
     judge_environment,
     judge_processors,
     judge_ranks,
-    judge_shared,
     judge_versions,
-    ranks_text,
-    time_text,
 )
+from training.meeting import Meeting, OtherRankFailed
+from training.run_checks import judge_shared
 
 SCRIPT = str(ROOT / "slurm" / "doctor.py")
 # A batch of constant size that two ranks and both micro-batches divide: nothing to warn of.
@@ -250,7 +246,7 @@ def test_a_signal_leaves_nothing_in_the_run_folder(inputs, tmp_path, capsys, mon
         assert list((tmp_path / "runs" / "run").glob(".doctor_*/token"))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("training.checks.measure_shared", signalled)
+    monkeypatch.setattr("training.run_checks.measure_shared", signalled)
     with pytest.raises(SystemExit) as stop:
         main(arguments(inputs, tmp_path / "runs"))
     assert stop.value.code == 128 + signal.SIGTERM

@@ -36,8 +36,8 @@ BELOW = {
     "train_multi_gpu": {"slurm", "training"},
     "demo": set(),
 }
-# Scripts that launch, check or finish training; nothing imports them.
-SLURM_SCRIPTS = {Path("slurm") / name for name in ("launch.py", "doctor.py", "finish.py")}
+# What launches, checks or finishes training; nothing else imports it.
+SLURM_SCRIPTS = {Path("slurm") / name for name in ("launch.py", "tasks.py", "doctor.py", "finish.py")}
 # The importer of published checkpoints needs the models, and only when it is run.
 BELOW_INSIDE_FUNCTIONS = {"preprocessing": {"model", "model_extra"}}
 AT_IMPORT_TIME = {"torch", "numpy", "tokenizers", "tqdm"}

@@ -255,6 +255,7 @@ def test_doctor_comes_first(jobs, background, cluster):
     assert "FAIL" in output
     assert "README.md" in output
     assert not (jobs.runs / "ill").exists()
+    assert cluster.job(job_id)["Restarts"] == "0"  # ranks that are ended with a failed one count as no preemption
 
 
 def test_time_limits(jobs, background, cluster):

@@ -161,7 +161,7 @@ def check_world(inputs: Inputs, world_size: int) -> str:
 # The run folder
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """Commit of this checkout, with a + where files differ from it; None outside git.
 
     In the copy of the code that slurm/launch.py makes for a job, what that has noted.
@@ -193,15 +193,36 @@ def versions() -> dict[str, str]:
     return found
 
 
-class RunFolder:
-    """OUTPUT_DIR/NAME. Only rank 0 has one; it is locked while it is open."""
+class RunView:
+    """OUTPUT_DIR/NAME, to be read; it need not exist."""
 
-    def __init__(self, path: Path, patience: float = 0.0):
-        """Open and lock the folder; `patience`: seconds to wait for a process that has it. Raises ConfigError."""
+    def __init__(self, path: Path):
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
-        self._config = path / "config.json"
+        self.config = path / "config.json"
+
+    @property
+    def used(self) -> bool:
+        """Whether a run has left checkpoints or metrics here."""
+        return bool(list_checkpoints(self.checkpoints)) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
+
+    def read_config(self) -> dict[str, Any] | None:
+        """The config.json of an earlier start; None where there is none. Raises ConfigError where it is damaged."""
+        if not self.config.exists():
+            return None
+        try:
+            return json.loads(self.config.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{self.config} cannot be read ({error}); restore it, or take another --name") from error
+
+
+class RunFolder(RunView):
+    """The folder of a run at work. Only rank 0 has one; it is locked while it is open."""
+
+    def __init__(self, path: Path, patience: float = 0.0):
+        """Open and lock the folder; `patience`: seconds to wait for a process that has it. Raises ConfigError."""
+        super().__init__(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("a+")
@@ -224,20 +245,6 @@ class RunFolder:
             except OSError:
                 return True  # a file system without locks
 
-    @property
-    def used(self) -> bool:
-        """Whether a run has left checkpoints or metrics here."""
-        return bool(list_checkpoints(self.checkpoints)) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
-
-    def read_config(self) -> dict[str, Any] | None:
-        """The config.json of an earlier start; None where there is none. Raises ConfigError where it is damaged."""
-        if not self._config.exists():
-            return None
-        try:
-            return json.loads(self._config.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{self._config} cannot be read ({error}); restore it, or take another --name") from error
-
     def write_config(self, inputs: Inputs, launch: dict[str, Any]) -> str:
         """Write or extend config.json; returns the run's wandb id."""
         old = self.read_config() or {}
@@ -253,11 +260,11 @@ class RunFolder:
                 "sources": [dataclasses.asdict(source) for source in corpus.sources],
             },
             "versions": versions(),
-            "git_commit": _git_commit(),
+            "git_commit": git_commit(),
             "wandb_id": wandb_id,
             "launches": [*old.get("launches", []), launch],
         }
-        write_atomically(self._config, json.dumps(content, indent=1).encode())
+        write_atomically(self.config, json.dumps(content, indent=1).encode())
         write_atomically(self.path / "tokenizer.json", inputs.tokenizer_text.encode())
         return wandb_id
 
@@ -283,14 +290,18 @@ def describe_launch(world: World, start_step: int) -> dict[str, Any]:
     }
 
 
-def find_start(folder: RunFolder, inputs: Inputs, restarted: bool = False) -> tuple[Checkpoint | None, list[str]]:
+def find_start(
+    folder: RunView, inputs: Inputs, restarted: bool = False, mend: bool = True
+) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to go on from (None: start anew) and notes for the user.
 
+    mend: first remove what a save that was cut off has left; without, nothing is changed.
     restarted: SLURM has started this very job before; then the run's own checkpoints come before what --resume says.
     Raises ConfigError or CheckpointError where the request and what is there do not fit together.
     """
     config = inputs.config
-    clean(folder.checkpoints)
+    if mend:
+        clean(folder.checkpoints)
     wish = config.checkpoint_filename or config.resume
     earlier = folder.read_config() if folder.used else None
     if restarted and (wish == "never" or list_checkpoints(folder.checkpoints)):

@@ -12,9 +12,11 @@ import torch
 from data.loader import StepBatch, micro_batch_rows
 from data.plan import OBJECTIVES, rank_share
 from slurm.environment import Environment
-from training.checks import OK, WARN, Facts, Row, count, count_parameters, seconds_left, size_text, time_text
+from training.checks import OK, WARN, Facts, Row, count, size_text, time_text
 from training.distributed import World
 from training.loop import make_state
+from training.machine_checks import seconds_left
+from training.run_checks import count_parameters
 from training.setup import Inputs, check_world
 from training.step import StepLog, TrainState, agree, train_step
 from training.summary import flops_per_token, memory_estimate, target_share
