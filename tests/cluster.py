@@ -144,7 +144,7 @@ class Cluster:
 
     def command(self, *arguments: object, check: bool = True, **settings) -> subprocess.CompletedProcess[str]:
         """Run a command of SLURM in this cluster; a failure is an AssertionError with its messages."""
-        settings = {"env": self.environment, "timeout": 120, **settings}
+        settings = {"env": self.environment, "timeout": 300, **settings}
         words = list(map(str, arguments))
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, **settings)
         assert not check or done.returncode == 0, f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}"
@@ -279,7 +279,7 @@ class Cluster:
                 raise AssertionError(f"{what}: not within {timeout:g} s\n{self.describe(*job_ids)}")
             time.sleep(_POLL)
 
-    def wait(self, job_id: str, *states: str, timeout: float = 120) -> Job:
+    def wait(self, job_id: str, *states: str, timeout: float = 300) -> Job:
         """Wait until a job (an array: all its tasks) is in one of `states`, by default any that is final.
 
         Returns its fields (an array: those of the worst task). AssertionError at once where it ends in another state.
@@ -297,7 +297,7 @@ class Cluster:
         assert job is not None
         return job
 
-    def wait_until_output(self, job_id: str, text: str, timeout: float = 60) -> str:
+    def wait_until_output(self, job_id: str, text: str, timeout: float = 300) -> str:
         """Wait until a job has printed `text`, and return all its output; AssertionError at once where it ended."""
 
         def printed() -> str | None:
@@ -324,7 +324,7 @@ class Cluster:
         self._killed.add(name)
         self._script("crash-node" if tasks else "kill-node", name.removeprefix("node"))
 
-    def start_node(self, node: int | str, timeout: float = 60) -> None:
+    def start_node(self, node: int | str, timeout: float = 120) -> None:
         """Start the slurmd of a node that has none, and wait until SLURM can use the node."""
         name = _node_name(node)
         self._script("start-node", name.removeprefix("node"))
@@ -340,7 +340,7 @@ class Cluster:
         """Undo down()."""
         self.scontrol("update", f"NodeName={_node_name(node)}", "State=RESUME")
 
-    def drain(self, timeout: float = 60) -> None:
+    def drain(self, timeout: float = 120) -> None:
         """Cancel and kill every job but the kept ones, mend every node, and wait until nothing else runs."""
 
         def queued() -> set[str]:

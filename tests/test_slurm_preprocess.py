@@ -19,7 +19,7 @@ def test_an_array_makes_the_shards_of_one_process(cluster: Cluster, tmp_path):
     options = ("--array=4-8:2", "--cpus-per-task=2")
     for attempt in range(2):
         job = cluster.sbatch(ROOT / "slurm" / "preprocess.sbatch", *flags, options=options, cwd=folder)
-        cluster.wait(job, "COMPLETED", timeout=120)
+        cluster.wait(job, "COMPLETED")
         output = cluster.output(job)
         assert contents(folder / "out") == contents(tmp_path / "whole")
         assert output.count("is complete already, from the same inputs and options") == 3 * attempt

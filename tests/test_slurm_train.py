@@ -52,7 +52,7 @@ class Jobs:
         job_options = ["--cpus-per-task=1", "--time=10", *options]
         return self.cluster.sbatch(SCRIPT, *script, *arguments, options=job_options, env=variables)
 
-    def wait_for_step(self, job_id: str, name: str, step: int, timeout: float = 90) -> None:
+    def wait_for_step(self, job_id: str, name: str, step: int, timeout: float = 300) -> None:
         """Until a run has done `step` steps."""
 
         def done() -> bool:
@@ -63,7 +63,7 @@ class Jobs:
 
     def check(self, name: str, job_id: str, launches: int | None = None) -> str:
         """The job has completed, and its run is the reference's: every step once, same batches, same losses."""
-        self.cluster.wait(job_id, "COMPLETED", timeout=150)
+        self.cluster.wait(job_id, "COMPLETED", timeout=600)
         expected, found = training_lines(self.runs / "alone"), training_lines(self.runs / name)
         output = self.cluster.output(job_id)
         assert [line["step"] for line in found] == list(range(1, STEPS + 1)), output
