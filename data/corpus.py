@@ -1,7 +1,7 @@
 """The corpus as endless streams of tokens.
 
 A `Corpus` is a set of documents in shards. A `TokenStream` walks through it in a keyed pseudo-random order, a new one
-each epoch, and reads any range of tokens in time that does not depend on where the range lies. Every document is
+each epoch, and reads any ranges of tokens in time that does not depend on where the ranges lie. Every document is
 wrapped as `<s> tokens </s>` on the way.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 from data.hashing import Permutation, fold
 from data.shards import Shard, ShardError, open_shard, resolve_shards
 
-_BLOCK = 64  # documents per entry of an epoch's length index
+_BLOCK = 16  # documents per entry of an epoch's length index: a row that is read looks at about so many
 _CHUNK = 1 << 18  # documents handled at once while an epoch's index is built
 _DROP_BYTES = 64 << 20  # release mapped pages after about so many bytes were mapped
 _FAULT_BYTES = 64 << 10  # that Linux maps around an access
@@ -48,7 +48,7 @@ class Source:
 
 @dataclass(frozen=True)
 class EpochIndex:
-    """Where documents lie in one epoch of a stream; an eighth of a byte or so per document."""
+    """Where documents lie in one epoch of a stream; half a byte or so per document."""
 
     permutation: Permutation
     block_ends: np.ndarray  # [blocks] int64: tokens up to the end of each block of _BLOCK documents
@@ -122,7 +122,7 @@ class Corpus:
     def identity(self) -> str:
         """A hash that changes when documents, tokenizer, mix or document ends change; cheap (no tokens are read)."""
         digest = hashlib.sha256()
-        facts: dict[str, object] = {"bos": self.bos_id, "eos": self.eos_id}
+        facts: dict[str, object] = {"bos": self.bos_id, "eos": self.eos_id, "order": "rows shuffled within an epoch"}
         facts["sources"] = [(source.num_documents, source.documents_per_epoch) for source in self.sources]
         facts["shards"] = [(s.num_documents, s.num_tokens, s.dtype.name, s.tokenizer_hash) for s in self.shards]
         digest.update(json.dumps(facts, sort_keys=True).encode())
@@ -247,50 +247,88 @@ class TokenStream:
             epoch = self.corpus.epoch_of(position)
             begin, end = self.corpus.tokens_before_epoch(epoch), self.corpus.tokens_before_epoch(epoch + 1)
             take = min(count, end - position)
-            part, part_origins = self._read_epoch(epoch, position - begin, take, origins)
-            tokens.append(part)
-            places.append(part_origins)
+            part, part_origins = self._read_epoch(epoch, np.array([position - begin]), take, origins)
+            tokens.append(part[0])
+            places.append(None if part_origins is None else part_origins[0])
             position += take
             count -= take
         if len(tokens) == 1:
             return tokens[0], places[0]
         return np.concatenate(tokens), np.concatenate(places) if origins else None
 
-    def _read_epoch(self, epoch: int, begin: int, count: int, want_origins: bool):
-        """`read` for a range that lies within one epoch; `begin` counts from the epoch's first token."""
+    def read_rows(
+        self, positions: np.ndarray, count: int, *, origins: bool = False
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """`read` of `count` tokens at each of `positions`, int64 [n]: tokens int32 [n, count], origins or None."""
+        tokens = np.empty((len(positions), count), np.int32)
+        places = np.empty((len(positions), count), np.int64) if origins else None
+        left = np.arange(len(positions))
+        while len(left):
+            epoch = self.corpus.epoch_of(int(positions[left[0]]))
+            begin, end = self.corpus.tokens_before_epoch(epoch), self.corpus.tokens_before_epoch(epoch + 1)
+            here = (positions[left] >= begin) & (positions[left] < end)
+            rows, left = left[here], left[~here]
+            inside = positions[rows] + count <= end
+            for row in rows[~inside]:  # at most a few: the last row of an epoch goes on in the next
+                found, found_places = self.read(int(positions[row]), count, origins=origins)
+                tokens[row] = found
+                if places is not None and found_places is not None:
+                    places[row] = found_places
+            rows = rows[inside]
+            if len(rows):
+                tokens[rows], found_places = self._read_epoch(epoch, positions[rows] - begin, count, origins)
+                if places is not None and found_places is not None:
+                    places[rows] = found_places
+        return tokens, places
+
+    def _read_epoch(self, epoch: int, begins: np.ndarray, count: int, want_origins: bool):
+        """`read_rows` for ranges that lie within one epoch; `begins` [n] count from the epoch's first token."""
         corpus, index = self.corpus, self._index(epoch)
-        first_block = int(np.searchsorted(index.block_ends, begin, side="right"))
-        last_block = int(np.searchsorted(index.block_ends, begin + count, side="left"))
-        skipped = int(index.block_ends[first_block - 1]) if first_block else 0
-        places = np.arange(first_block * _BLOCK, min((last_block + 1) * _BLOCK, corpus.documents_per_epoch))
+        # Documents of every block of the index that a range touches, in the order of the epoch.
+        first_blocks = np.searchsorted(index.block_ends, begins, side="right")
+        last_blocks = np.searchsorted(index.block_ends, begins + count, side="left")
+        blocks = np.unique(_ranges(first_blocks, last_blocks - first_blocks + 1))
+        places = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
+        if (blocks[-1] + 1) * _BLOCK > corpus.documents_per_epoch:  # the last block may be cut short
+            places = places[places < corpus.documents_per_epoch]
         documents, uses = corpus.documents_of(epoch, self._order(index.permutation, places))
         starts, lengths = corpus._spans(documents)
-
-        # Keep the documents that overlap [begin, begin + count).
-        ends = skipped + np.cumsum(lengths + corpus.specials_per_document)
-        low = int(np.searchsorted(ends, begin, side="right"))
-        high = int(np.searchsorted(ends, begin + count, side="left")) + 1
-        starts, lengths, uses, ends = starts[low:high], lengths[low:high], uses[low:high], ends[low:high]
         wrapped = lengths + corpus.specials_per_document
-        opens = ends - wrapped - begin  # offset of each document's <s> in the output; the first may be negative
+        firsts = np.arange(len(blocks)) * _BLOCK  # of each block in `places`
+        before = np.cumsum(wrapped) - wrapped  # tokens of the documents in front, blocks without gaps between them
+        skipped = np.where(blocks > 0, index.block_ends[blocks - 1], 0) - before[firsts]
+        ends = before + wrapped + np.repeat(skipped, np.diff(firsts, append=len(places)))
+
+        # Pairs of a range and a document that overlap, in the order of the output.
+        low = np.searchsorted(ends, begins, side="right")
+        overlapping = np.searchsorted(ends, begins + count, side="left") + 1 - low
+        document = _ranges(low, overlapping)
+        row = np.repeat(np.arange(len(begins)), overlapping)
+        opens = (ends - wrapped)[document] - begins[row]  # offset of the <s> in its row; the first may be negative
+        closes = ends[document] - begins[row] - 1
+        pieces = np.minimum(closes + 1, count) - np.maximum(opens, 0)
 
         # Source position of every output token; the places of special tokens read a neighbour and are overwritten.
-        first_offset, last_offset = np.maximum(opens, 0), np.minimum(ends - begin, count)
-        source = np.arange(count) + np.repeat(starts - opens - 1, last_offset - first_offset)
-        bos = opens[opens >= 0]
-        closes = ends - begin - 1
-        eos = closes[closes < count] if corpus.eos_id is not None else closes[:0]
-        source[bos] = source[eos] = min(int(starts[0]), corpus.num_tokens - 1)
+        source = np.tile(np.arange(count), len(begins)) + np.repeat(starts[document] - opens - 1, pieces)
+        bos = (row * count + opens)[opens >= 0]
+        eos = (row * count + closes)[closes < count] if corpus.eos_id is not None else bos[:0]
+        source[bos] = source[eos] = min(int(starts[document[0]]), corpus.num_tokens - 1)
         tokens = corpus._read(source)
-        corpus.count_mapped(len(starts), count)
+        corpus.count_mapped(len(document), len(source))
         tokens[bos] = corpus.bos_id
         if corpus.eos_id is not None:
             tokens[eos] = corpus.eos_id
         if not want_origins:
-            return tokens, None
-        origins = source + (np.repeat(uses, last_offset - first_offset) << OCCURRENCE_SHIFT)
+            return tokens.reshape(-1, count), None
+        origins = source + (np.repeat(uses[document], pieces) << OCCURRENCE_SHIFT)
         origins[bos] = origins[eos] = 0
-        return tokens, origins
+        return tokens.reshape(-1, count), origins.reshape(-1, count)
+
+
+def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """first, first + 1, ... (count of them) for each pair, one range after the other."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1]) + np.repeat(firsts - ends + counts, counts)
 
 
 __all__ = ["OCCURRENCE_SHIFT", "Corpus", "CorpusError", "ShardError", "Source", "TokenStream", "read_mix"]

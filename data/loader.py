@@ -17,6 +17,7 @@ import torch
 
 from data.corpus import Corpus, TokenStream
 from data.masking import PADDING, MaskingOptions, ModelInputs, build_inputs, causal_counts, masked_counts
+from data.order import RowOrder
 from data.plan import CAUSAL, MASKED, DataPlan, RowRange, StepPlan, rank_share
 
 
@@ -88,17 +89,6 @@ def micro_batch_rows(local_batch_size: int, seq_length: int, row_length: int) ->
     return max(1, local_batch_size * seq_length // row_length)
 
 
-def _rows_of(stream: TokenStream, start: int, count: int, length: int, origins: bool):
-    """`count` rows of `length` + 1 tokens, each beginning with the last token of the one before; and their origins."""
-    tokens, places = stream.read(start, count * length + 1, origins=origins)
-
-    def overlap(flat: np.ndarray) -> np.ndarray:
-        size = flat.itemsize
-        return np.lib.stride_tricks.as_strided(flat, (count, length + 1), (length * size, size), writeable=False)
-
-    return overlap(tokens), None if places is None else overlap(places)
-
-
 def _pack(tokens, keys, objective: int, mask_p: float, options: MaskingOptions, origins) -> RowBatch:
     """Rows of one objective (tokens [R, T+1], keys [R], origins [R, T+1] or None) with their target counts."""
     targets = np.zeros((2, len(tokens)), np.int64)
@@ -107,11 +97,11 @@ def _pack(tokens, keys, objective: int, mask_p: float, options: MaskingOptions, 
     else:
         targets[CAUSAL] = causal_counts(tokens, options.bos_id)
     return RowBatch(
-        tokens=torch.from_numpy(tokens.copy()),  # rows overlap in `tokens`; the copy does not
+        tokens=torch.from_numpy(tokens),
         row_keys=torch.from_numpy(keys),
         causal=torch.full((len(tokens),), objective == CAUSAL),
         mask_counts=torch.from_numpy(targets[MASKED].copy()),
-        origins=None if origins is None else torch.from_numpy(origins.copy()),
+        origins=None if origins is None else torch.from_numpy(origins),
         targets=targets,
     )
 
@@ -121,15 +111,19 @@ class BatchBuilder:
 
     def __init__(self, corpus: Corpus, plan: DataPlan, options: MaskingOptions):
         self.corpus, self.plan, self.options = corpus, plan, options
-        self._streams = [TokenStream(corpus, plan.stream_key(objective)) for objective in (MASKED, CAUSAL)]
+        keys = [plan.stream_key(objective) for objective in (MASKED, CAUSAL)]
+        self._streams = [TokenStream(corpus, key) for key in keys]
+        self._orders = [RowOrder(corpus, key, plan.spans(objective)) for objective, key in enumerate(keys)]
 
     def rows(self, step: StepPlan, share: RowRange) -> RowBatch:
         """The rows of one objective."""
-        start = step.position[share.objective] + share.first * step.seq_length
-        want_origins = self.options.even
-        stream = self._streams[share.objective]
-        tokens, origins = _rows_of(stream, start, len(share), step.seq_length, want_origins)
-        keys = self.plan.row_keys(step, share)
+        first = step.position[share.objective] + share.first * step.seq_length
+        positions = self._orders[share.objective].positions(first, len(share))
+        # With the first token of the row that follows in the stream, which is the last target.
+        tokens, origins = self._streams[share.objective].read_rows(
+            positions, step.seq_length + 1, origins=self.options.even
+        )
+        keys = self.plan.row_keys(share.objective, positions)
         return _pack(tokens, keys, share.objective, step.mask_p, self.options, origins)
 
     def step(self, step: int, rank: int, world_size: int, split: str, local_batch_size: int) -> StepBatch:
@@ -250,6 +244,5 @@ class ValidationSet:
             for i, number in enumerate(numbers):
                 count = min(length + 1, end - int(number) * length)
                 tokens[i, :count] = stream.read(int(number) * length, count)[0]
-            step = plan.step(0)
-            keys = np.concatenate([plan.row_keys(step, RowRange(objective, int(n), int(n) + 1)) for n in numbers])
+            keys = plan.row_keys(objective, numbers * length)
             yield _pack(tokens, keys, objective, self.mask_p, self.options, None)

@@ -13,6 +13,7 @@ row's key, equal on CPU and GPU; and `even` masking can replace the published lo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import permutations
 
 import numpy as np
@@ -124,6 +125,12 @@ def _scaled(bits: torch.Tensor, bits_count: int, size: int) -> torch.Tensor:
     return (bits * size) >> bits_count
 
 
+@cache
+def _layouts(device: torch.device) -> torch.Tensor:
+    """_LAYOUTS on a device, copied once: a copy from ordinary memory waits for the device."""
+    return _LAYOUTS.to(device)
+
+
 def _select(maskable, row_keys, mask_counts, origins, options) -> tuple[torch.Tensor, torch.Tensor]:
     """Which owned tokens are masked (bool [B, T]), and a number naming the span of each token (int64 [B, T])."""
     length = maskable.shape[1]
@@ -143,7 +150,7 @@ def _select(maskable, row_keys, mask_counts, origins, options) -> tuple[torch.Te
         key = keys
     block = torch.div(position, _BLOCK, rounding_mode="floor")
     layout = _scaled(_bits(fold_torch(key, _LAYOUT), block, 32), 32, len(_LAYOUTS))
-    span = block * 3 + _LAYOUTS.to(maskable.device)[layout, position - block * _BLOCK]
+    span = block * 3 + _layouts(maskable.device)[layout, position - block * _BLOCK]
     rank = _bits(fold_torch(key, _RANK), span, _UNIFORM_BITS)
     if options.even:
         rank = (_stratified(rank, span, key) + uses * _GOLDEN_STEP) & ((1 << _UNIFORM_BITS) - 1)

@@ -1,8 +1,9 @@
 """What is in global batch `step`: pure functions of the run's configuration, the same on any hardware.
 
 A run trains on rows, numbered from 0 in the order in which they are used. Row n is masked or causal by exact integer
-rounding of the hybrid ratio, and each objective reads its own token stream from start to end, so that prefix sums over
-the schedules give the stream position of every row of every step: seeking is free and there is no loader state.
+rounding of the hybrid ratio, and each objective reads its own token stream to the end, so that prefix sums over the
+schedules tell which rows a step holds (data/order.py: rows are used in a shuffled order): seeking is free and there is
+no loader state.
 
 Schedules follow the published GPT-BERT training (arXiv 2410.24159; tests/golden/schedule.npz pins them), with
 x = step / max_steps:
@@ -14,7 +15,7 @@ x = step / max_steps:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class StepPlan:
 
     seq_length: tokens per row. rows: rows in the batch. first_row: number of its first row in the run.
     masked_rows: masked rows among them; the others are causal.
-    position: for each objective, the stream position of its first token in this batch.
+    position: for each objective, the place of its first row in its stream's row order (data/order.py), in tokens.
     ratio, ratio_carry: row i of the batch is masked where floor((ratio_carry + (i+1)*ratio) / denominator) exceeds
         floor((ratio_carry + i*ratio) / denominator).
     """
@@ -110,6 +111,7 @@ class DataPlan:
     milestones: tuple[float, ...] = (0.7, 0.9)
     seed: int = 42
     _rows: np.ndarray = field(init=False, repr=False, compare=False)
+    _factors: np.ndarray = field(init=False, repr=False, compare=False)
     _row_sums: np.ndarray = field(init=False, repr=False, compare=False)
     _ratio_sums: list[int] = field(init=False, repr=False, compare=False)
     _token_sums: np.ndarray = field(init=False, repr=False, compare=False)
@@ -125,10 +127,12 @@ class DataPlan:
         ratio_sums = [0, *accumulate(count * self._ratio(step) for step, count in enumerate(rows))]
         masked_sums = np.array([total // self._denominator for total in ratio_sums], dtype=np.int64)
         masked = np.diff(masked_sums)
-        lengths = self.seq_length * np.array(factors, dtype=np.int64)
+        factor_array = np.array(factors, dtype=np.int64)
+        lengths = self.seq_length * factor_array
         row_array = np.array(rows, dtype=np.int64)
         per_objective = np.stack([masked * lengths, (row_array - masked) * lengths])
         object.__setattr__(self, "_rows", row_array)
+        object.__setattr__(self, "_factors", factor_array)
         object.__setattr__(self, "_row_sums", np.concatenate([[0], np.cumsum(row_array)]))
         object.__setattr__(self, "_ratio_sums", ratio_sums)
         object.__setattr__(self, "_token_sums", np.pad(np.cumsum(per_objective, axis=1), ((0, 0), (1, 0))))
@@ -185,13 +189,21 @@ class DataPlan:
         return self.seq_length * length_factor_at(self.max_steps - 1, self.max_steps, self.milestones)
 
     def stream_key(self, objective: int) -> int:
-        """Key of the document order of an objective's stream."""
+        """Key of the order of documents, and of rows, in an objective's stream."""
         return fold(fold(self.seed, _ORDER), objective)
 
-    def row_keys(self, plan: StepPlan, rows: RowRange) -> np.ndarray:
-        """One 64-bit key per row, from which its masks and its dropout derive; int64 [len(rows)]."""
-        position = plan.position[rows.objective] + np.arange(rows.first, rows.last) * plan.seq_length
-        return fold_numpy(fold(fold(self.seed, _ROW), rows.objective), position).view(np.int64)
+    def spans(self, objective: int) -> list[tuple[int, int, int]]:
+        """First token, end and row length of each part of an objective's stream whose rows have one length."""
+        sums, lengths = self._token_sums[objective], self.seq_length * self._factors
+        changes = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), self.max_steps]
+        return [(int(sums[a]), int(sums[b]), int(lengths[a])) for a, b in pairwise(changes)]
+
+    def row_keys(self, objective: int, positions: np.ndarray) -> np.ndarray:
+        """One 64-bit key per row, from which its masks and its dropout derive; int64 [n].
+
+        positions: of the rows' first tokens in the stream of their objective, int64 [n].
+        """
+        return fold_numpy(fold(fold(self.seed, _ROW), objective), positions).view(np.int64)
 
     def step_key(self, step: int) -> int:
         """64-bit key for randomness that all rows of a step share (dropout on the position table)."""

@@ -105,6 +105,24 @@ def test_any_range_equals_the_slice_of_the_whole(tmp_path_factory, data):
     np.testing.assert_array_equal(part_origins, origins[begin : begin + count])
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_rows_from_anywhere_equal_slices_of_the_whole(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("shards")
+    lengths = data.draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=90), min_size=1, max_size=3))
+    write_documents(folder, lengths)
+    eos = data.draw(st.sampled_from([EOS, None]))
+    stream = TokenStream(open_corpus(str(folder / "*.shard"), eos), key=data.draw(st.none() | st.integers(0, 99)))
+    total = stream.corpus.tokens_before_epoch(3)
+    whole, origins = stream.read(0, total, origins=True)
+    count = data.draw(st.integers(1, total))
+    begins = np.array(data.draw(st.lists(st.integers(0, total - count), min_size=1, max_size=12)))
+    rows, row_origins = TokenStream(stream.corpus, stream._key).read_rows(begins, count, origins=True)
+    for begin, row, places in zip(begins, rows, row_origins, strict=True):
+        np.testing.assert_array_equal(row, whole[begin : begin + count])
+        np.testing.assert_array_equal(places, origins[begin : begin + count])
+
+
 def test_origins_name_the_token_and_its_earlier_uses(tmp_path):
     documents = np.concatenate(write_documents(tmp_path, [[5, 3, 8], [2, 6]]))
     corpus = open_corpus(str(tmp_path / "*.shard"))
