@@ -178,18 +178,29 @@ def clean(parent: Path) -> None:
 
 
 def load_model(path: str | Path, ema: bool = False, device: str | torch.device = "cpu"):
-    """Model (in evaluation mode), tokenizer and ModelConfig of a run folder or checkpoint.
+    """Model (in evaluation mode), tokenizer and ModelConfig of a run folder, a checkpoint or an exported folder.
 
     `ema` takes the averaged weights. Raises CheckpointError.
     """
     from tokenizers import Tokenizer
 
-    checkpoint = locate(path)
-    config = ModelConfig.from_json(checkpoint.path / "config.json")
+    from training.exported import is_exported, read_exported  # which raises CheckpointError, so imports this module
+
+    if is_exported(Path(path)):
+        if ema:
+            raise CheckpointError(
+                f"{path} holds one set of weights; export the averaged ones with --ema, then use those"
+            )
+        config, tensors, text = read_exported(Path(path))
+        tokenizer = Tokenizer.from_str(text)
+    else:
+        checkpoint = locate(path)
+        config = ModelConfig.from_json(checkpoint.path / "config.json")
+        name = "ema" if ema else "model"
+        if f"{name}.safetensors" not in checkpoint.record["files"]:
+            raise CheckpointError(f"checkpoint {checkpoint.path} has no {name}.safetensors")
+        tensors = checkpoint.tensors(name)
+        tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
     model: LTGBert = build_model(config)
-    name = "ema" if ema else "model"
-    if f"{name}.safetensors" not in checkpoint.record["files"]:
-        raise CheckpointError(f"checkpoint {checkpoint.path} has no {name}.safetensors")
-    model.load_state_dict(checkpoint.tensors(name))
-    tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
+    model.load_state_dict(tensors)
     return model.to(device).eval(), tokenizer, config

@@ -1,0 +1,172 @@
+r"""Turn a folder of the transformers library into weights that pretraining can start from.
+
+    python export/from_huggingface.py FOLDER OUT
+    python train_single_gpu.py --initial_weights OUT --config_file OUT/config.json \
+        --tokenizer_path OUT/tokenizer.json ...
+
+FOLDER is one that to_huggingface.py wrote (also after fine-tuning there, while it holds a language model), or a
+published GPT-BERT or LTG-BERT of the same architecture: config.json with weights as safetensors or pytorch_model.bin,
+in one file or several. The tokenizer becomes the one that the shards were made with, so these go on fitting. OUT has
+the form of a checkpoint without optimizer, and serves as MODEL everywhere; training starts from it at step 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+
+from data.files import sync_folder
+from export.to_huggingface import ExportError, Parser, check_output
+from model import ModelConfig, ModelConfigError
+from model_extra import build_model
+from training.checkpoint import CheckpointError, write_checkpoint
+from training.exported import TOKENIZER_NOTE, is_exported, model_config, restore_tokenizer
+
+_WORDS, _TIED, _TABLE = (
+    "embedding.word_embedding.weight", "classifier.nonlinearity.5.weight", "embedding.relative_embedding",
+)  # fmt: skip
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = Parser(
+        description="Turn a folder of the transformers library into weights for pretraining.", allow_abbrev=False
+    )
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder with config.json and weights")
+    parser.add_argument("output", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
+    options = parser.parse_args(arguments)
+    try:
+        convert(options.folder, options.output)
+    except (ExportError, CheckpointError, ModelConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    out, tokenizer = options.output, ""
+    if (out / "tokenizer.json").is_file():
+        tokenizer = f" --tokenizer_path {out / 'tokenizer.json'}"
+    print(f"wrote {out}; start with --initial_weights {out} --config_file {out / 'config.json'}{tokenizer}")
+    return 0
+
+
+def convert(folder: Path, output: Path) -> None:
+    """Write `output`, whole or not at all. Raises ExportError, CheckpointError or ModelConfigError."""
+    check_output(output)
+    if not is_exported(folder):
+        raise ExportError(f"FOLDER {folder} is no folder of the transformers library: it needs config.json and weights")
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = folder / "tokenizer.json"
+        text = found.read_text(encoding="utf-8") if found.is_file() else None
+    except (OSError, ValueError) as error:
+        raise ExportError(f"FOLDER {folder}: config.json or tokenizer.json cannot be read ({error})") from None
+    tensors = our_parameters(read_weights(folder), folder)
+    config = read_configuration(values, tensors, folder)
+    check_parameters(tensors, config, folder)
+    record: dict[str, Any] = {"imported_from": folder.resolve().name}
+    if isinstance(values.get("flags"), dict):
+        record["flags"] = values["flags"]
+    files = {"config.json": (json.dumps(config.to_dict(), indent=1) + "\n").encode()}
+    if text is not None:
+        files["tokenizer.json"] = restore_tokenizer(text, values.get(TOKENIZER_NOTE)).encode()
+    temporary = output.with_name(f".{output.name}.partial")
+    try:
+        written = write_checkpoint(temporary, 0, {"model": tensors}, record, files)
+        if output.exists():
+            output.rmdir()  # empty, by check_output
+        os.rename(written, output)
+        sync_folder(output.parent)
+    except OSError as error:
+        raise ExportError(f"OUT {output} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the folder's weights; nothing is unpickled but tensors. Raises ExportError."""
+    import pickle
+
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    name = next((name for name in _WEIGHTS if (folder / name).is_file()), None)
+    if name is None:
+        raise ExportError(f"FOLDER {folder} has none of {', '.join(_WEIGHTS)}")
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        parts = [name]
+        if name.endswith(".index.json"):
+            parts = sorted(set(json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"].values()))
+        for part in parts:
+            path = folder / Path(part).name
+            if path.suffix == ".safetensors":
+                tensors |= load_file(path)
+            else:
+                tensors |= torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ExportError(f"FOLDER {folder}: its weights cannot be read ({reason}); copy them again") from None
+    return tensors
+
+
+def our_parameters(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters under the names of model.py, in float32: without a wrapper's prefix and what is no parameter."""
+    words = [name for name in tensors if name.endswith(_WORDS)]
+    if len(words) != 1:
+        raise ExportError(
+            f"FOLDER {folder} holds another architecture: it has {len(words)} parameters named {_WORDS}, where "
+            "GPT-BERT and LTG-BERT have one"
+        )
+    prefix = words[0].removesuffix(_WORDS)
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    tied = found.pop(_TIED, None)
+    if tied is not None and not torch.equal(tied, found[_WORDS]):
+        raise ExportError(f"FOLDER {folder}: {_TIED} differs from {_WORDS}, but this architecture ties them")
+    return {
+        name: tensor.float().contiguous() for name, tensor in found.items() if not name.endswith("position_indices")
+    }
+
+
+def read_configuration(values: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path) -> ModelConfig:
+    """ModelConfig; what a published configuration leaves out is read off the parameters. Raises ExportError."""
+    gated = any(name.endswith("in_proj_vg.weight") for name in tensors)
+    found: dict[str, Any] = {"vocab_size": tensors[_WORDS].size(0)}
+    if _TABLE in tensors:
+        found["position_bucket_size"] = (tensors[_TABLE].size(0) + 1) // 2
+    try:
+        return model_config({**found, **values, "model_type": "gpt-bert" if gated else "ltg-bert"})
+    except ModelConfigError as error:
+        raise ExportError(f"FOLDER {folder}: config.json: {error}") from None
+
+
+def check_parameters(tensors: dict[str, torch.Tensor], config: ModelConfig, folder: Path) -> None:
+    """Refuse parameters that are not those of the configuration's model. Raises ExportError."""
+    with torch.device("meta"):
+        expected = {name: tensor.shape for name, tensor in build_model(config).state_dict().items()}
+    wrong = [f"{name} is missing" for name in expected if name not in tensors]
+    wrong += [f"{name} is unknown" for name in tensors if name not in expected]
+    wrong += [
+        f"{name} has shape {list(tensors[name].shape)} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ExportError(
+            f"FOLDER {folder} does not hold the {config.model_type} of its config.json: {', '.join(wrong[:3])}{more}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

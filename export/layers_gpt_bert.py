@@ -1,0 +1,269 @@
+"""Layers of GPT-BERT and LTG-BERT for the transformers library; an exported folder holds a copy of this file.
+
+Parameters have the published names. Tensors are batch first: B rows of T new tokens with K keys (cached ones and new
+ones), H heads of d features, D = H * d, S = 2 * position_bucket_size - 1 relative positions.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from .configuration_gpt_bert import GPTBertConfig
+
+
+def relative_slots(past: int, length: int, bucket_size: int, max_position: int) -> Tensor:
+    """Row of the position tables for each new query and each key: int64 [length, past + length] on the CPU.
+
+    Distances are exact up to bucket_size // 2, then logarithmic; max_position - 1 and beyond share the last bucket.
+    """
+    mid = bucket_size // 2
+    distance = torch.arange(1 - length, past + length)  # query minus key
+    clipped = distance.abs().clamp(max=max_position - 1)
+    # In float64, less a hair: rounding must not lift a whole number into the next bucket.
+    place = (clipped.double().clamp(min=mid) / mid).log() / math.log((max_position - 1) / mid) * (mid - 1)
+    far = distance.sign() * ((place - 1e-9).ceil().long() + mid)
+    table = torch.where(clipped <= mid, distance, far) + bucket_size - 1
+    queries, keys = torch.arange(past, past + length), torch.arange(past + length)
+    return table[queries[:, None] - keys[None, :] + length - 1]
+
+
+def attention_allowed(
+    attention_mask: Tensor | None, batch: int, past: int, length: int, causal: bool, device: torch.device
+) -> Tensor:
+    """Bool [B, 1, T, K]: new query i may attend key j. Nothing is allowed to padding and nothing attends it.
+
+    attention_mask: [B, K] with 0 at padding; [B or 1, 1, T, at least K], boolean or additive, is taken as it is.
+    """
+    total = past + length
+    if attention_mask is not None and attention_mask.ndim == 4:
+        mask = attention_mask[..., :total]
+        return (mask if mask.dtype == torch.bool else mask >= 0).expand(batch, 1, length, total)
+    allowed = torch.ones(length, total, dtype=torch.bool, device=device)
+    allowed = (allowed.tril(past) if causal else allowed).expand(batch, 1, length, total)
+    if attention_mask is None:
+        return allowed
+    if attention_mask.size(1) < total:
+        raise ValueError(f"attention_mask covers {attention_mask.size(1)} tokens of {total} (cached ones count).")
+    real = attention_mask[:, :total].to(device=device, dtype=torch.bool)
+    return allowed & real[:, None, None, :] & real[:, None, past:, None]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [B, H, T, d] by its positions, feature i together with feature i + d/2; cos, sin [T, d/2]."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class Layout:
+    """What all layers share in one pass: who may attend whom, relative or rotary positions, and the cache."""
+
+    def __init__(
+        self, config: GPTBertConfig, allowed: Tensor, past: int, cache: Cache | None, need_weights: bool
+    ) -> None:
+        self.need_weights, self.cache = need_weights, cache
+        self.attends = allowed.any(dim=-1, keepdim=True)  # [B, 1, T, 1]; a query without any key gives zeros
+        self.allowed = allowed | ~self.attends
+        length, total = allowed.shape[-2:]
+        self.total = total
+        if config.position_embedding == "rope":
+            head_dim = config.hidden_size // config.num_attention_heads
+            frequencies = config.rope_theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+            angles = torch.arange(past, total, dtype=torch.float64)[:, None] * frequencies
+            self.cos, self.sin = angles.cos().float().to(allowed.device), angles.sin().float().to(allowed.device)
+        else:
+            slots = relative_slots(past, length, config.position_bucket_size, config.max_position_embeddings)
+            self.slots = slots.to(allowed.device)
+
+    def position_scores(self, query: Tensor, key: Tensor, query_pos: Tensor, key_pos: Tensor) -> Tensor:
+        """Content-to-position and position-to-content scores [B, H, T, K] of query [B, H, T, d], key [B, H, K, d]."""
+        batch, heads, length, _ = query.shape
+        index = self.slots.expand(batch, heads, length, self.total)
+        to_position = torch.einsum("bhid,shd->bhis", query, key_pos).gather(-1, index)
+        if length == 1:  # decoding: each key meets one position, so the others need not be scored
+            from_position = torch.einsum("bhjd,jhd->bhj", key, query_pos[self.slots[0]]).unsqueeze(-2)
+        else:
+            table = torch.einsum("bhjd,shd->bhjs", key, query_pos)
+            from_position = table.gather(-1, index.transpose(-1, -2)).transpose(-1, -2)
+        return to_position.float() + from_position.float()
+
+
+class Embedding(nn.Module):
+    """Words, and with relative positions the table that all layers' position queries and keys are made from."""
+
+    def __init__(self, config: GPTBertConfig) -> None:
+        super().__init__()
+        self.word_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.word_layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps, elementwise_affine=False)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.has_table = config.position_embedding != "rope"
+        if self.has_table:
+            self.relative_embedding = nn.Parameter(torch.empty(2 * config.position_bucket_size - 1, config.hidden_size))
+            self.relative_layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+
+    def forward(self, words: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows of the word table [B, T, D] -> embeddings [B, T, D], and the position table [S, D] or None."""
+        table = self.relative_layer_norm(self.relative_embedding) if self.has_table else None
+        return self.dropout(self.word_layer_norm(words)), table
+
+
+class Attention(nn.Module):
+    """Pre-norm attention with relative positions (disentangled, as in DeBERTa) or rotary ones; no residual."""
+
+    def __init__(self, config: GPTBertConfig, index: int) -> None:
+        super().__init__()
+        self.config, self.index = config, index
+        width = config.hidden_size
+        self.heads = (config.num_attention_heads, width // config.num_attention_heads)
+        self.gated = config.model_type == "gpt-bert"
+        self.in_proj_qk = nn.Linear(width, 2 * width)
+        if self.gated:
+            self.in_proj_vg = nn.Linear(width, 2 * width)
+        else:
+            self.in_proj_v = nn.Linear(width, width)
+        self.out_proj = nn.Linear(width, width)
+        self.pre_layer_norm = nn.LayerNorm(width, config.layer_norm_eps, elementwise_affine=False)
+        self.post_layer_norm = nn.LayerNorm(width, config.layer_norm_eps, elementwise_affine=False)
+        self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
+
+    def project_positions(self, table: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor]:
+        """The position table as queries and as keys, each [S, H, d]; with a cache, computed once for its life."""
+        kept = {} if cache is None or self.training else cache.__dict__.setdefault("projected_positions", {})
+        if self.index not in kept:
+            kept[self.index] = self.in_proj_qk(self.dropout(table)).unflatten(-1, (2, *self.heads)).unbind(-3)
+        return kept[self.index]
+
+    def forward(self, x: Tensor, table: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        """x [B, T, D] -> [B, T, D], and the probabilities [B, H, T, K] where the layout asks for them."""
+        x = self.pre_layer_norm(x)
+        query, key = self.in_proj_qk(x).unflatten(-1, (2, *self.heads)).permute(2, 0, 3, 1, 4)  # each [B, H, T, d]
+        value, gate = self.in_proj_vg(x).chunk(2, dim=-1) if self.gated else (self.in_proj_v(x), None)
+        value = value.unflatten(-1, self.heads).transpose(1, 2)
+        if table is None:
+            query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
+        if layout.cache is not None:
+            key, value = layout.cache.update(key, value, self.index)
+            key, value = key[:, :, : layout.total], value[:, :, : layout.total]  # a static cache is longer
+        context, probabilities = self.attend(query, key, value, table, layout)
+        context = context.masked_fill(~layout.attends, 0.0).transpose(1, 2).flatten(-2)
+        if gate is not None:
+            context = context * F.gelu(gate)
+        return self.dropout(self.out_proj(self.post_layer_norm(context))), probabilities
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, layout: Layout
+    ) -> tuple[Tensor, Tensor | None]:
+        """Context [B, H, T, d], and the probabilities where the layout asks for them (None from PyTorch's kernels)."""
+        scale, bias, drop = 1 / math.sqrt(self.heads[1]), None, 0.0
+        if table is not None:
+            scale = 1 / math.sqrt(3 * self.heads[1])
+            query_pos, key_pos = self.project_positions(table, layout.cache)
+            bias = scale * layout.position_scores(query, key, query_pos, key_pos)
+            bias = bias.masked_fill(~layout.allowed, torch.finfo(query.dtype).min)
+            drop = self.dropout.p if self.training else 0.0  # with rotary positions, pretraining drops none either
+        if layout.need_weights or self.config._attn_implementation == "eager":
+            scores = scale * (query @ key.transpose(-1, -2)).float()
+            scores = (
+                scores.masked_fill(~layout.allowed, torch.finfo(query.dtype).min) if bias is None else scores + bias
+            )
+            probabilities = F.dropout(scores.softmax(dim=-1).to(value.dtype), drop)
+            return probabilities @ value, probabilities
+        mask = layout.allowed if bias is None else bias.to(query.dtype)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=drop, scale=scale), None
+
+
+class TanhGEGLU(nn.Module):
+    """The first half of the features times GELU (its tanh form) of the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        linear, gate = x.chunk(2, dim=-1)
+        return linear * F.gelu(gate, approximate="tanh")
+
+
+class FeedForward(nn.Module):
+    """Pre-norm GEGLU without the residual connection. `mlp` has the published indices."""
+
+    def __init__(self, config: GPTBertConfig, index: int) -> None:
+        super().__init__()
+        width, inner, eps = config.hidden_size, config.intermediate_size, config.layer_norm_eps
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width, eps, elementwise_affine=False),
+            nn.Linear(width, 2 * inner, bias=False),
+            TanhGEGLU(),
+            nn.LayerNorm(inner, eps, elementwise_affine=False),
+            nn.Linear(inner, width, bias=False),
+            nn.Dropout(config.hidden_dropout_prob),
+        )
+        for number in (1, 4):
+            self.mlp[number].init_scale = math.sqrt(1 / (2 * (1 + index)))  # pyright: ignore[reportArgumentType]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
+class DepthWeightedAveraging(nn.Module):
+    """Weights of the averages over depth: number k mixes the embeddings and the outputs of sublayers 0 to k."""
+
+    def __init__(self, sublayers: int) -> None:
+        super().__init__()
+        self.alphas = nn.ParameterList(torch.empty(k + 2) for k in range(sublayers))
+
+    def forward(self, number: int, states: list[Tensor]) -> Tensor:
+        """Average of the states so far, each [B, T, D]."""
+        weights = self.alphas[number]
+        mixed = weights[0] * states[0]
+        for weight, state in zip(weights[1:], states[1:], strict=True):
+            mixed = torch.addcmul(mixed, weight, state)
+        return mixed
+
+
+class Encoder(nn.Module):
+    """The layers, each an attention and a feed-forward sublayer."""
+
+    def __init__(self, config: GPTBertConfig) -> None:
+        super().__init__()
+        layers = range(config.num_hidden_layers)
+        self.attention_layers = nn.ModuleList(Attention(config, index) for index in layers)
+        self.mlp_layers = nn.ModuleList(FeedForward(config, index) for index in layers)
+        self.averages = config.model_type == "gpt-bert"
+        if self.averages:
+            self.dwa_modules = DepthWeightedAveraging(2 * config.num_hidden_layers)
+
+    def forward(self, x: Tensor, table: Tensor | None, layout: Layout) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Embeddings [B, T, D] -> these and the hidden states after each layer, and each layer's probabilities."""
+        hidden, weights, states = [x], [], [x]
+        for index, (attention, feed_forward) in enumerate(zip(self.attention_layers, self.mlp_layers, strict=True)):
+            output, probabilities = attention(x, table, layout)
+            x = self.join(2 * index, x + output, states)
+            x = self.join(2 * index + 1, x + feed_forward(x), states)
+            hidden.append(x)
+            weights.append(probabilities)
+        return hidden, weights
+
+    def join(self, number: int, x: Tensor, states: list[Tensor]) -> Tensor:
+        """The next sublayer's input, after sublayer `number`; notes x among the states."""
+        if not self.averages:
+            return x
+        states.append(x)
+        return self.dwa_modules(number, states)
+
+
+class Head(nn.Module):
+    """Transform and projection of hidden states. `nonlinearity` has the published indices."""
+
+    def __init__(self, config: GPTBertConfig, outputs: int, dropout: float) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.layer_norm_eps
+        self.nonlinearity = nn.Sequential(
+            nn.LayerNorm(width, eps, elementwise_affine=False),
+            nn.Linear(width, width),
+            nn.GELU(),
+            nn.LayerNorm(width, eps, elementwise_affine=False),
+            nn.Dropout(dropout),
+            nn.Linear(width, outputs),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.nonlinearity(x)

@@ -1,0 +1,180 @@
+"""The README.md of an exported model, written from the records of the run that trained it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training.checkpoint import Checkpoint
+from training.metrics import read_metrics
+
+# Flags that say where files lie or how a run is kept and watched, and nothing about the model.
+_PRIVATE = (
+    "train_path", "valid_path", "config_file", "tokenizer_path", "output_dir", "name", "resume", "checkpoint_filename",
+    "initial_weights", "wandb_project", "wandb_entity", "wandb_mode", "requeue", "max_restarts", "time_limit_margin",
+    "collective_timeout", "device", "compile", "keep_last", "save_every", "save_steps", "log_stats_every",
+    "data_fingerprint", "validate_every", "validation_steps", "evaluate_every", "evaluate_data", "evaluate_mode",
+    "local_batch_size", "hybrid_split",
+)  # fmt: skip
+_MOST_RESULTS = 60
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a run has noted about the exported model.
+
+    run: the run folder's config.json. metrics: the last value of each result up to the checkpoint's step.
+    evaluations: contents of result files of evaluation/minimal_pairs.py in the run folder. All empty without a run.
+    """
+
+    checkpoint: Mapping[str, Any]
+    run: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    evaluations: Sequence[Mapping[str, Any]]
+
+
+def read_records(checkpoint: Checkpoint) -> Records:
+    """The records of a checkpoint and of the run folder that it lies in."""
+    folder = checkpoint.path.parent.parent
+    run = _read_object(folder / "config.json") if checkpoint.path.parent.name == "checkpoints" else {}
+    if "flags" not in run:
+        return Records(checkpoint.record, {}, {}, ())
+    metrics = {}
+    for line in read_metrics(folder / "metrics.jsonl"):
+        if line.get("step", 0) <= checkpoint.step:
+            metrics |= {
+                k: v for k, v in line.items() if k.startswith(("valid/", "eval/")) and isinstance(v, int | float)
+            }
+    paths = sorted(path for pattern in ("*.json", "evaluation/*.json") for path in folder.glob(pattern))
+    found = [content for content in map(_read_object, paths) if isinstance(content.get("sets"), dict)]
+    return Records(checkpoint.record, run, metrics, found)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def model_card(name: str, place: str, config: Mapping[str, Any], parameters: int, ema: bool, records: Records) -> str:
+    """README.md with the metadata that the Hugging Face Hub reads.
+
+    place: what from_pretrained is given in the examples. config: ModelConfig's values.
+    """
+    kind = "GPT-BERT" if config["model_type"] == "gpt-bert" else "LTG-BERT"
+    sections = [
+        "---\nlibrary_name: transformers\npipeline_tag: fill-mask\ntags:\n- gpt-bert\n- masked-lm\n- causal-lm\n"
+        "- pretraining\n---",
+        f"# {name}",
+        f"{kind} with {parameters:,} parameters ({config['num_hidden_layers']} layers of {config['hidden_size']} "
+        f"features, {config['num_attention_heads']} heads, vocabulary {config['vocab_size']:,}, "
+        f"{config['position_embedding']} positions), pretrained on a mix of masked and causal language modelling "
+        "([GPT-BERT, Charpentier and Samuel 2024](https://arxiv.org/abs/2410.24159)). The same weights read "
+        "bidirectionally (embeddings, filling masks, classification) and causally (scoring and continuing texts)."
+        + (" These are the exponentially averaged weights." if ema else ""),
+        _usage(place),
+        _training(records),
+        _results(records, ema),
+        _limits(records),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _usage(place: str) -> str:
+    return f"""## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, pipeline
+
+tokenizer = AutoTokenizer.from_pretrained("{place}", trust_remote_code=True)
+masked = AutoModelForMaskedLM.from_pretrained("{place}", trust_remote_code=True)
+causal = AutoModelForCausalLM.from_pretrained("{place}", trust_remote_code=True)
+
+pipeline("fill-mask", model=masked, tokenizer=tokenizer)("The <mask> sat on the mat.")
+pipeline("text-generation", model=causal, tokenizer=tokenizer)("Once upon a time", max_new_tokens=32)
+```
+
+`AutoModel` gives hidden states (bidirectional; causal with `is_causal=True`), `AutoModelForSequenceClassification` a
+new classification head on `<s>`. The tokenizer opens a text with `<s>`; a finished text may be closed with `</s>`. The
+masked model's logits are aligned with its input: position i scores token i. (The network predicts the next token under
+both objectives; the shift is inside, and the first token of a row, which nothing precedes, gets logits 0.)"""
+
+
+def _training(records: Records) -> str:
+    flags = records.run.get("flags") or records.checkpoint.get("flags")
+    if not flags:
+        origin = records.checkpoint.get("imported_from")
+        return f"## Training\n\nImported from `{origin}`; its makers describe the training." if origin else ""
+    lines = ["## Training", ""]
+    data = records.run.get("data", {})
+    if data:
+        sources = ", ".join(
+            f"`{'/'.join(Path(source['path']).parts[-2:])}`"
+            + f" x {source['repeat']:g}" * (source.get("repeat", 1) != 1)
+            for source in data.get("sources", ())
+        )
+        lines.append(
+            f"- Data: {data['documents']:,} documents, {data['tokens']:,} tokens an epoch"
+            + f" ({sources})." * bool(sources)
+        )
+    steps, tokens = records.checkpoint.get("step"), records.checkpoint.get("tokens")
+    share = f"{flags['hybrid_numerator']}/{flags['hybrid_denominator']}"
+    trained = f"{tokens:,} tokens in " if isinstance(tokens, int) else ""
+    lines.append(
+        f"- Trained: {trained}{steps:,} of {flags['max_steps']:,} steps; {share} of the rows masked, the rest causal."
+    )
+    devices = sorted({f"{launch['world_size']} x {launch['device']}" for launch in records.run.get("launches", ())})
+    if devices:
+        lines.append(f"- Hardware: {', '.join(devices)}.")
+    versions = records.run.get("versions") or records.checkpoint.get("versions") or {}
+    if versions:
+        lines.append(f"- Software: {', '.join(f'{key} {value}' for key, value in versions.items())}.")
+    if records.run.get("git_commit"):
+        lines.append(f"- Code: commit `{records.run['git_commit']}`.")
+    rows = [(key, json.dumps(value)) for key, value in flags.items() if key not in _PRIVATE]
+    return "\n".join(lines) + "\n\n" + _table(("hyperparameter", "value"), rows)
+
+
+def _results(records: Records, ema: bool) -> str:
+    """Validation and scores during training, then finished evaluations; only those of these weights."""
+    kept, other = ("valid/ema_", "valid/") if ema else ("valid/", "valid/ema_")
+    rows = []
+    for key, value in records.metrics.items():
+        if key.startswith("valid/") and (key.startswith(kept) if ema else not key.startswith(other)):
+            rows.append((f"validation: {key.removeprefix(kept).replace('_', ' ')}", f"{value:.4g}"))
+        elif key.startswith("eval/"):
+            rows.append((f"during training: {key.removeprefix('eval/').replace('_', ' ')}", f"{value:.4g}"))
+    for content in records.evaluations:
+        if content.get("weights") == ("trained" if ema else "ema"):
+            continue
+        for name, found in content["sets"].items():
+            for mode, entry in found.get("modes", {}).items():
+                mean = entry.get("mean", {}).get("accuracy")
+                if mean is not None:
+                    rows.append((f"minimal pairs: {name}, {mode}", f"{100 * mean:.1f} %"))
+    return "## Results\n\n" + _table(("measured", "value"), rows[:_MOST_RESULTS]) if rows else ""
+
+
+def _limits(records: Records) -> str:
+    flags = records.run.get("flags") or records.checkpoint.get("flags") or {}
+    longest = int(flags["seq_length"]) * 2 ** len(flags["length_milestones"]) if flags else None
+    lines = [
+        "## Limits",
+        "",
+        "- The model repeats what its corpus holds, errors and prejudices included; it follows no instructions.",
+    ]
+    if longest:
+        lines.append(f"- Rows of training had at most {longest} tokens; longer texts are possible and untested.")
+    if flags.get("document_end") is False:
+        lines.append("- Training closed no document with `</s>`, so generation does not stop by itself.")
+    return "\n".join(lines)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,221 @@
+"""Turn a trained model into a folder that the transformers library loads, without this repository.
+
+    python export/to_huggingface.py MODEL OUT [--ema] [--push USER/NAME]
+
+OUT holds the weights (safetensors), a configuration, the code of the model, the tokenizer, and a model card written
+from the run's records. `trust_remote_code=True` lets transformers run that code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from data.files import sync_folder
+from export.model_card import model_card, read_records
+from model import LTGBert, ModelConfigError
+from training.checkpoint import Checkpoint, CheckpointError, load_model, locate
+from training.exported import TOKENIZER_NOTE, adapt_tokenizer, is_exported
+
+_SHIPPED = ("configuration_gpt_bert.py", "layers_gpt_bert.py", "modeling_gpt_bert.py")
+_SPECIAL = {
+    "unk_token": "<unk>",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "pad_token": "<pad>",
+    "mask_token": "<mask>",
+}
+
+
+class ExportError(ValueError):
+    """The folder cannot be written or uploaded; the message is one sentence with the remedy."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one clear sentence per error and no guessing of abbreviated flags."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see --help)\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = Parser(description="Write a model in the form of the transformers library.", allow_abbrev=False)
+    parser.add_argument("model", metavar="MODEL", help="run folder (its newest checkpoint) or checkpoint folder")
+    parser.add_argument("output", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
+    parser.add_argument("--ema", action="store_true", help="export the averaged weights (default: the trained weights)")
+    parser.add_argument(
+        "--push", default="", metavar="USER/NAME",
+        help="also upload to this repository of the Hugging Face Hub, which is made private where it is new",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    try:
+        if options.push:
+            check_hub(options.push)
+        export(options.model, options.output, ema=options.ema, name=options.push)
+        print(f"{options.output} is ready: transformers loads it with trust_remote_code=True", flush=True)
+        if options.push:
+            print(f"uploaded to {push(options.output, options.push)}")
+    except (ExportError, CheckpointError, ModelConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    return 0
+
+
+def export(model_path: str | Path, output: Path, ema: bool = False, name: str = "") -> None:
+    """Write `output`, whole or not at all. name: how the model card calls the model (default: the run's name).
+
+    Raises ExportError, CheckpointError or ModelConfigError.
+    """
+    check_output(output)
+    if is_exported(Path(model_path)):
+        raise ExportError(f"MODEL {model_path} is an exported folder already; give the run or checkpoint, or copy it")
+    checkpoint = locate(model_path)
+    model, tokenizer, _ = load_model(checkpoint.path, ema=ema)
+    missing = [token for token in _SPECIAL.values() if tokenizer.token_to_id(token) is None]
+    if missing:
+        raise ExportError(f"the tokenizer of {checkpoint.path} lacks {', '.join(missing)}, which exported models need")
+    temporary = output.with_name(f".{output.name}.partial")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        write_files(temporary, checkpoint, model, ema, name, name or output.name)
+        if output.exists():
+            output.rmdir()  # empty, by check_output
+        os.rename(temporary, output)
+        sync_folder(output.parent)
+    except OSError as error:
+        raise ExportError(f"OUT {output} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_output(output: Path) -> None:
+    """Refuse a folder that holds something. Raises ExportError."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ExportError(f"OUT {output} exists already; give a new folder, or remove it first")
+
+
+def write_files(folder: Path, checkpoint: Checkpoint, model: LTGBert, ema: bool, name: str, place: str) -> None:
+    """All files of an exported model; `name` and `place` are those of the model card."""
+    from safetensors.torch import save_file
+
+    tensors = {key: value.contiguous() for key, value in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    text, note = adapt_tokenizer((checkpoint.path / "tokenizer.json").read_text(encoding="utf-8"))
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    ids = {token["content"]: token["id"] for token in json.loads(text)["added_tokens"]}
+    records = read_records(checkpoint)
+    flags = records.run.get("flags") or checkpoint.record.get("flags") or {}
+    config = model.config.to_dict()
+    contents = {
+        "config.json": model_configuration(config, ids, note, bool(flags.get("document_end", True))),
+        "generation_config.json": generation_configuration(ids),
+        "tokenizer_config.json": tokenizer_configuration(config["max_position_embeddings"]),
+        "special_tokens_map.json": _SPECIAL,
+    }
+    for file, content in contents.items():
+        (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    title = name or flags.get("name") or checkpoint.path.name
+    card = model_card(title, place, config, model.num_parameters(), ema, records)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    for file in _SHIPPED:
+        shutil.copyfile(Path(__file__).with_name(file), folder / file)
+
+
+def model_configuration(
+    config: dict[str, Any], ids: dict[str, int], note: dict[str, Any], document_end: bool
+) -> dict[str, Any]:
+    """config.json: ModelConfig's keys, where transformers finds the code, and what continued pretraining must know."""
+    prefix = "GPTBert" if config["model_type"] == "gpt-bert" else "LTGBert"
+    classes = {
+        "AutoModel": "Model",
+        "AutoModelForMaskedLM": "ForMaskedLM",
+        "AutoModelForCausalLM": "ForCausalLM",
+        "AutoModelForSequenceClassification": "ForSequenceClassification",
+    }
+    return {
+        **config,
+        # `transformers serve` looks this name up in transformers itself, which has no class of ours but this way to it.
+        "architectures": ["AutoModelForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"configuration_gpt_bert.{prefix}Config",
+            **{auto: f"modeling_gpt_bert.{prefix}{name}" for auto, name in classes.items()},
+        },
+        "bos_token_id": ids["<s>"],
+        "eos_token_id": ids["</s>"],
+        "pad_token_id": ids["<pad>"],
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+        "flags": {"document_end": document_end},
+        TOKENIZER_NOTE: note,
+    }
+
+
+def generation_configuration(ids: dict[str, int]) -> dict[str, Any]:
+    """generation_config.json. As in evaluation/generate.py, no special token but </s> is ever written."""
+    return {
+        "bos_token_id": ids["<s>"],
+        "eos_token_id": ids["</s>"],
+        "pad_token_id": ids["<pad>"],
+        "suppress_tokens": sorted(set(ids.values()) - {ids["</s>"]}),
+    }
+
+
+def tokenizer_configuration(longest: int) -> dict[str, Any]:
+    """tokenizer_config.json. Padding stands on the left, where generation needs it; reading works with either side."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **_SPECIAL,
+        "model_max_length": longest,
+        "padding_side": "left",
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def check_hub(repository: str) -> None:
+    """Refuse an upload that cannot work, before anything is written. Raises ExportError."""
+    try:
+        from huggingface_hub import get_token
+        from huggingface_hub.utils import HFValidationError, validate_repo_id
+    except ImportError:
+        raise ExportError("--push needs a package that is not installed: pip install huggingface_hub") from None
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ExportError(f"--push {repository!r} is no name of a repository, such as USER/NAME: {error}") from None
+    if not get_token():
+        raise ExportError("--push needs a login: run `hf auth login`, or set HF_TOKEN")
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload an exported folder; returns the repository's address. Raises ExportError."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        address = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export")
+    except Exception as error:  # the library's own errors, and those of several HTTP libraries below it
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ExportError(
+            f"--push {repository}: the upload failed ({reason}); {folder} is whole, push it again"
+        ) from error
+    return str(address)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
