@@ -65,9 +65,12 @@ lint: setup  ## ruff (lint and format) and pyright
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pyright --pythonpath "$$($(RUN) -c 'import sys; print(sys.executable)')"
 
-bench: setup  ## every benchmark, one after the other; each prints JSON
+bench: setup  ## every benchmark, one after the other: the first for any machine, the others for CUDA, the last for several GPUs
 	$(RUN) benchmarks/loader.py
-	$(RUN) benchmarks/throughput.py
+	$(RUN) benchmarks/throughput.py --parts
+	$(RUN) benchmarks/attention.py
+	$(RUN) benchmarks/optimizer.py
+	$(RUN) benchmarks/scaling.py
 
 clean:  ## remove caches and demo_output/ (.venv stays)
 	rm -rf demo_output bench_output .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

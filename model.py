@@ -10,20 +10,36 @@ import dataclasses
 import difflib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.attention import RelativeLayout, relative_attention, relative_layout
-from ops.dropout import DropoutKeys, DropoutStates, dropout, dropout_states, head_keys, random_keys, token_keys
+from ops.dropout import (
+    DropoutKeys,
+    DropoutStates,
+    drop_tokens,
+    dropout,
+    dropout_states,
+    head_keys,
+    random_keys,
+    token_keys,
+)
 from ops.fused_attention import FusedLayout, fused_layout, fused_relative_attention, wanted
+from ops.fused_residual import FusedResidualStream
+from ops.fused_residual import wanted as fused_stream_wanted
+from ops.gated_norm import fused_gated_norm, fused_gated_pair_norm, gated_norm
+from ops.gated_norm import wanted as fused_norm_wanted
+from ops.residual import ResidualStream
 from ops.rope import RopeLayout, rope_attention, rope_layout
 
 AttentionLayout = RelativeLayout | FusedLayout | RopeLayout
+Stream = ResidualStream | FusedResidualStream
 
 # Places where dropout is applied (`site` in ops/dropout.py): two of the whole model, then four of each layer.
 _EMBEDDING_SITE, _HEAD_SITE, _FIRST_LAYER_SITE = 0, 1, 2
@@ -143,11 +159,6 @@ def _check_type(name: str, value: Any, annotation: Any) -> None:
         raise ModelConfigError(f"{name} is {value!r}; it must be {kind}")
 
 
-def _dropout(x: Tensor, p: float, states: DropoutStates | None, site: int) -> Tensor:
-    """Dropout of tokens x [..., D] at one site; None (evaluation) drops nothing."""
-    return x if states is None or p == 0 else dropout(x, p, token_keys(states.tokens, site), states.columns)
-
-
 class Embedding(nn.Module):
     """Words, and with relative positions the table that all layers' position queries and keys are made from."""
 
@@ -163,19 +174,20 @@ class Embedding(nn.Module):
     def forward(self, input_ids: Tensor, states: DropoutStates | None) -> tuple[Tensor, Tensor | None]:
         """int64 [B, T] -> embedded words [B, T, D], and the position table [2b-1, D] (None with "rope")."""
         words = F.layer_norm(self.word_embedding(input_ids), (self.config.hidden_size,), eps=self.config.layer_norm_eps)
-        words = _dropout(words, self.config.hidden_dropout_prob, states, _EMBEDDING_SITE)
+        words = drop_tokens(words, self.config.hidden_dropout_prob, states, _EMBEDDING_SITE)
         if self.config.position_embedding == "rope":
             return words, None
         return words, self.relative_layer_norm(self.relative_embedding)
 
 
 class Attention(nn.Module):
-    """Pre-norm multi-head attention of layer `index`, without the residual connection."""
+    """Multi-head attention of layer `index`, between the layer norm of its input and the dropout of its output."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.config = config
         self.first_site = _FIRST_LAYER_SITE + index * _SITES_PER_LAYER
+        self.output_site = self.first_site + _ATTENTION_OUTPUT
         self.in_proj_qk = nn.Linear(config.hidden_size, 2 * config.hidden_size)
         self.add_value_projection()
         self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
@@ -185,8 +197,15 @@ class Attention(nn.Module):
         self.in_proj_v = nn.Linear(self.config.hidden_size, self.config.hidden_size)
 
     def value_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Values, and a gate for the context or None, each [B, T, D], from the normalised input [B, T, D]."""
+        """Values, and what gates the context (before GELU) or None, each [B, T, D], from the normalised input."""
         return self.in_proj_v(x), None
+
+    def output(self, context: Tensor, gate: Tensor | None, fused: bool = False) -> Tensor:
+        """Context [B, T, D] and gate, as `value_and_gate` returns it, -> the sublayer's output [B, T, D]."""
+        shape, eps = (self.config.hidden_size,), self.config.layer_norm_eps
+        if gate is None:
+            return self.out_proj(F.layer_norm(context, shape, eps=eps))
+        return self.out_proj((fused_gated_norm if fused else gated_norm)(context, gate, eps, "none"))
 
     def forward(
         self,
@@ -194,14 +213,15 @@ class Attention(nn.Module):
         positions: Tensor | None,
         layout: AttentionLayout,
         states: DropoutStates | None,
+        fused: bool = False,
     ) -> Tensor:
-        """x [B, T, D] -> [B, T, D].
+        """The output before dropout [B, T, D] for the normalised input x [B, T, D].
 
         positions: the table [2b-1, D], or None with "rope". states: what dropout is keyed by; None drops nothing.
+        fused: use the kernels of ops/gated_norm.py.
         """
         config, p = self.config, self.config.attention_probs_dropout_prob
         heads = (config.num_attention_heads, config.head_dim)
-        x = F.layer_norm(x, (config.hidden_size,), eps=config.layer_norm_eps)
         query_key = self.in_proj_qk(x).unflatten(-1, (2, *heads))  # [B, T, 2, H, d]
         value, gate = self.value_and_gate(x)
         value = value.unflatten(-1, heads)
@@ -221,41 +241,40 @@ class Attention(nn.Module):
             else:
                 (query, key), (query_pos, key_pos) = query_key.unbind(-3), query_key_pos.unbind(-3)
                 context = relative_attention(query, key, value, query_pos, key_pos, layout, p, keys, columns)
-        context = context.flatten(-2)
-        if gate is not None:
-            context = context * gate
-        context = F.layer_norm(context, (config.hidden_size,), eps=config.layer_norm_eps)
-        return _dropout(self.out_proj(context), p, states, self.first_site + _ATTENTION_OUTPUT)
+        return self.output(context.flatten(-2), gate, fused)
 
 
 class FeedForward(nn.Module):
-    """Pre-norm GEGLU of layer `index`, without the residual connection. Its keys are the published list's indices."""
+    """GEGLU of layer `index`, between the layer norm of its input and the dropout of its output.
+
+    Its keys are the published list's indices.
+    """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.config = config
-        self.site = _FIRST_LAYER_SITE + index * _SITES_PER_LAYER + _FEED_FORWARD
+        self.output_site = _FIRST_LAYER_SITE + index * _SITES_PER_LAYER + _FEED_FORWARD
         expand = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         contract = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.mlp = nn.ModuleDict({"1": expand, "4": contract})
 
-    def forward(self, x: Tensor, states: DropoutStates | None) -> Tensor:
-        """x [B, T, D] -> [B, T, D]."""
-        config = self.config
-        x = F.layer_norm(x, (config.hidden_size,), eps=config.layer_norm_eps)
-        linear, gate = self.mlp["1"](x).chunk(2, dim=-1)
-        x = linear * F.gelu(gate, approximate="tanh")
-        x = F.layer_norm(x, (config.intermediate_size,), eps=config.layer_norm_eps)
-        return _dropout(self.mlp["4"](x), config.hidden_dropout_prob, states, self.site)
+    def forward(self, x: Tensor, fused: bool = False) -> Tensor:
+        """The output before dropout [B, T, D] for the normalised input x [B, T, D]; fused: use ops/gated_norm.py."""
+        pair, eps = self.mlp["1"](x), self.config.layer_norm_eps
+        if fused:
+            return self.mlp["4"](fused_gated_pair_norm(pair, eps, "tanh"))
+        linear, gate = pair.chunk(2, dim=-1)
+        return self.mlp["4"](gated_norm(linear, gate, eps, "tanh"))
 
 
 class Encoder(nn.Module):
-    """The layers, each an attention and a feed-forward sublayer with residual connections."""
+    """The layers, each an attention and a feed-forward sublayer that add to the residual stream."""
 
     attention_class: ClassVar[type[Attention]] = Attention
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.config = config
         layers = range(config.num_hidden_layers)
         self.attention_layers = nn.ModuleList(self.attention_class(config, index) for index in layers)
         self.mlp_layers = nn.ModuleList(FeedForward(config, index) for index in layers)
@@ -268,10 +287,22 @@ class Encoder(nn.Module):
         states: DropoutStates | None,
     ) -> Tensor:
         """Embedded words [B, T, D] -> hidden [B, T, D]; the other arguments are those of `Attention.forward`."""
+        config, device = self.config, x.device
+        stream = self.residual_stream(x)
+        fused = fused_norm_wanted(device, config.hidden_size), fused_norm_wanted(device, config.intermediate_size)
         for attention, feed_forward in zip(self.attention_layers, self.mlp_layers, strict=True):
-            x = x + attention(x, positions, layout, states)
-            x = x + feed_forward(x, states)
-        return x
+            update = attention(stream.normalised(), positions, layout, states, fused[0])
+            stream.add(update, config.attention_probs_dropout_prob, states, cast(Attention, attention).output_site)
+            update = feed_forward(stream.normalised(), fused[1])
+            stream.add(update, config.hidden_dropout_prob, states, cast(FeedForward, feed_forward).output_site)
+        return stream.x
+
+    def residual_stream(self, embeddings: Tensor, alphas: Sequence[Tensor] | None = None) -> Stream:
+        """The stream of one forward pass; alphas: weights of averages over depth, or None for plain sums."""
+        sublayers, eps = 2 * self.config.num_hidden_layers, self.config.layer_norm_eps
+        if fused_stream_wanted(embeddings, sublayers):
+            return FusedResidualStream(embeddings, eps, sublayers, alphas)
+        return ResidualStream(embeddings, eps, alphas)
 
 
 class Output(nn.Module):
@@ -299,7 +330,7 @@ class Classifier(nn.Module):
         """x [..., D], word_embedding [V, D], states (tokens [...]) or None -> logits [..., V]."""
         shape, eps = (self.config.hidden_size,), self.config.layer_norm_eps
         x = F.gelu(self.nonlinearity["1"](F.layer_norm(x, shape, eps=eps)))
-        x = _dropout(F.layer_norm(x, shape, eps=eps), self.config.hidden_dropout_prob, states, _HEAD_SITE)
+        x = drop_tokens(F.layer_norm(x, shape, eps=eps), self.config.hidden_dropout_prob, states, _HEAD_SITE)
         return self.nonlinearity["5"](x, word_embedding)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import Attention, AttentionLayout, Encoder, LTGBert, ModelConfig
-from ops.averaging import BufferedAverages, PlainAverages
-from ops.dropout import DropoutStates
+from model import Attention, Encoder, LTGBert, ModelConfig, Stream
 
 
 class GatedAttention(Attention):
@@ -21,7 +19,7 @@ class GatedAttention(Attention):
 
     def value_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         value, gate = self.in_proj_vg(x).chunk(2, dim=-1)
-        return value, F.gelu(gate)
+        return value, gate
 
 
 class DepthWeightedAveraging(nn.Module):
@@ -34,11 +32,6 @@ class DepthWeightedAveraging(nn.Module):
             for alpha in self.alphas:
                 alpha[-1] = 1.0
 
-    def forward(self, embeddings: Tensor) -> PlainAverages | BufferedAverages:
-        """The averages of one forward pass, which starts at embeddings [B, T, D]."""
-        form = PlainAverages if torch.compiler.is_compiling() else BufferedAverages
-        return form(list(self.alphas), embeddings)
-
 
 class DepthWeightedEncoder(Encoder):
     """LTG-BERT's layers with gated attention and an average over depth after each sublayer."""
@@ -49,19 +42,8 @@ class DepthWeightedEncoder(Encoder):
         super().__init__(config)
         self.dwa_modules = DepthWeightedAveraging(2 * config.num_hidden_layers)
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None,
-        layout: AttentionLayout,
-        states: DropoutStates | None,
-    ) -> Tensor:
-        averages = self.dwa_modules(x)
-        x = averages.first()
-        for attention, feed_forward in zip(self.attention_layers, self.mlp_layers, strict=True):
-            x = averages.next(x, attention(x, positions, layout, states))
-            x = averages.next(x, feed_forward(x, states))
-        return x
+    def residual_stream(self, embeddings: Tensor, alphas: Sequence[Tensor] | None = None) -> Stream:
+        return super().residual_stream(embeddings, list(self.dwa_modules.alphas) if alphas is None else alphas)
 
 
 class GPTBert(LTGBert):

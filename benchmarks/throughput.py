@@ -3,7 +3,8 @@
     python benchmarks/throughput.py [--config configs/base.json] [--seq_length 128 256 512] [--output throughput.json]
 
 Each case is a run of its own on synthetic shards: loader, masks, forward, backward, clipping, optimizer, EMA, logging.
-Prints the median over the steps after `--skip`, the smallest and largest, peak memory and model FLOP/s utilisation.
+Prints the median over the steps after `--skip`, the smallest and largest, peak memory, and model FLOP/s over those of a
+bf16 matrix product measured first. With --parts also where the device's time goes (benchmarks/step_parts.py).
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
+from benchmarks.measuring import environment, time_of
 from benchmarks.synthetic import write_inputs
 from model import ModelConfig
 from training.metrics import read_metrics
+from training.summary import peak_flops
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,18 +36,14 @@ def run_case(inputs: Path, config: str, seq_length: int, options: argparse.Names
     rows = options.tokens // seq_length
     name = f"T{seq_length}" + "".join(extra).replace("--", "_").replace("=", "_")
     output = inputs / "runs"
-    command = [
-        sys.executable,
-        str(_ROOT / "train_single_gpu.py"),
+    flags = [
         f"--train_path={inputs / 'train.shard'}",
         f"--config_file={config}",
         f"--tokenizer_path={inputs / 'tokenizer.json'}",
         f"--output_dir={output}",
-        f"--name={name}",
         f"--seq_length={seq_length}",
         f"--local_batch_size={rows}",
         f"--global_batch_size={rows * options.accumulation}",
-        f"--max_steps={options.steps}",
         "--length_milestones=",
         "--batch_reduction=1",
         "--save_every=0",
@@ -53,10 +52,11 @@ def run_case(inputs: Path, config: str, seq_length: int, options: argparse.Names
         f"--device={options.device}",
         *extra,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    _run("train_single_gpu.py", [*flags, f"--name={name}", f"--max_steps={options.steps}"])
     lines = [line for line in read_metrics(output / name / "metrics.jsonl") if line["step"] > options.skip]
+    parts = {}
+    if options.parts:
+        parts = json.loads(_run("benchmarks/step_parts.py", [*flags, f"--name={name}_parts", "--max_steps=6"]))
     step_tokens = rows * options.accumulation * seq_length
     rates = [line["stats/tokens_per_second"] for line in lines]
     return {
@@ -70,9 +70,32 @@ def run_case(inputs: Path, config: str, seq_length: int, options: argparse.Names
         "loader_wait_share": statistics.median(
             line["stats/loader_wait_seconds"] * line["stats/tokens_per_second"] / step_tokens for line in lines
         ),
-        "environment": json.loads((output / name / "config.json").read_text())["versions"],
-        "device": json.loads((output / name / "config.json").read_text())["launches"][-1]["device"],
+        "first_step_seconds": _first_step_seconds(output / name),
+        "parts_ms_a_step": parts,
     }
+
+
+def _run(script: str, flags: list[str]) -> str:
+    """Run a script of ours; returns what it prints. Raises RuntimeError with its output where it fails."""
+    command = [sys.executable, str(_ROOT / script), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def _first_step_seconds(run: Path) -> float:
+    """How long the first step took, in which everything is compiled that is not in a cache."""
+    first = next(line for line in read_metrics(run / "metrics.jsonl") if line["step"] == 1)
+    return first["stats/tokens"] / first["stats/tokens_per_second"]
+
+
+def matmul_flops(size: int = 8192) -> float:
+    """FLOP/s of a bf16 matrix product of random numbers on this device; 0 without CUDA."""
+    if not torch.cuda.is_available():
+        return 0.0
+    left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / (time_of(lambda: left @ right, 20) / 1000)
 
 
 def main() -> int:
@@ -91,6 +114,7 @@ def main() -> int:
         default=[],
         help="further flags of the script; each occurrence is a case of its own",
     )
+    parser.add_argument("--parts", action="store_true", help="profile each case too")
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()
     if options.device == "auto" and not torch.cuda.is_available():
@@ -98,6 +122,8 @@ def main() -> int:
             "error: no CUDA device to measure; --device cpu measures this CPU (take a small --config)", file=sys.stderr
         )
         return 2
+    ceiling, peak = matmul_flops(), peak_flops(torch.device("cuda")) if torch.cuda.is_available() else None
+    torch.cuda.empty_cache()
     results = []
     with tempfile.TemporaryDirectory() as folder:
         vocab_size = ModelConfig.from_json(options.config).vocab_size
@@ -105,15 +131,20 @@ def main() -> int:
         for variant in options.variant or [""]:
             for seq_length in options.seq_length:
                 case = run_case(inputs, options.config, seq_length, options, variant.split())
+                case["mfu_of_matmul"] = case["mfu"] * peak / ceiling if peak and ceiling else 0.0
                 results.append(case)
                 print(
                     f"T={seq_length:<4} {variant:<30} {case['tokens_per_second']:>10,.0f} tok/s "
-                    f"({case['slowest']:,.0f} - {case['fastest']:,.0f})  MFU {case['mfu']:.1%}  "
+                    f"({case['slowest']:,.0f} - {case['fastest']:,.0f})  MFU {case['mfu_of_matmul']:.1%} of a matmul  "
                     f"memory {case['peak_memory_gib']:.1f} GiB  waiting for data {case['loader_wait_share']:.1%}",
                     flush=True,
                 )
+                total = sum(case["parts_ms_a_step"].values())
+                for part, milliseconds in case["parts_ms_a_step"].items():
+                    print(f"    {part:<40} {milliseconds:8.2f} ms a step  {milliseconds / total:6.1%}", flush=True)
     if options.output:
-        Path(options.output).write_text(json.dumps({"config": options.config, "results": results}, indent=1))
+        facts = {"config": options.config, **environment(), "matmul_tflops": ceiling / 1e12, "results": results}
+        Path(options.output).write_text(json.dumps(facts, indent=1))
     return 0
 
 

@@ -116,7 +116,12 @@ def keep_mask(keys: Tensor, columns: Tensor, p: float) -> Tensor:
     x.mul_(_ELEMENT_1)
     x.bitwise_xor_((x >> 15).bitwise_and_(2**17 - 1))
     x.mul_(_ELEMENT_2)
-    return x >= _dropped_values(p) - 2**31
+    return x >= kept_from(p)
+
+
+def kept_from(p: float) -> int:
+    """The smallest value of an element's hash, as a signed 32-bit integer, with which it is kept."""
+    return _dropped_values(p) - 2**31
 
 
 def keep_scale(p: float) -> float:
@@ -129,6 +134,11 @@ def dropout(x: Tensor, p: float, keys: Tensor, columns: Tensor) -> Tensor:
     if p == 0:
         return x
     return apply_mask(x, keep_mask(keys, columns[: x.size(-1)], p)) * keep_scale(p)
+
+
+def drop_tokens(x: Tensor, p: float, states: DropoutStates | None, site: int) -> Tensor:
+    """Dropout of tokens x [..., D] at one site, by states whose `tokens` are [...]; None (evaluation) drops nothing."""
+    return x if states is None or p == 0 else dropout(x, p, token_keys(states.tokens, site), states.columns)
 
 
 def apply_mask(x: Tensor, mask: Tensor) -> Tensor:

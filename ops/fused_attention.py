@@ -1,7 +1,7 @@
 """Disentangled relative attention as CUDA kernels, forward and backward: the fast twin of ops.attention.
 
 The source is ops/cuda/relative_attention.cu, compiled at run time by NVRTC, which torch's CUDA wheels bring along, and
-kept in a cache folder (`cache_folder`). bfloat16, head sizes 32, 64 and 128, at most 64 position slots, rows of any
+kept in a cache folder (ops/nvrtc.py). bfloat16, head sizes 32, 64 and 128, at most 64 position slots, rows of any
 length; tensor cores through wgmma on Hopper (sm_90a) and mma.sync elsewhere from sm_80 on. Deterministic: no atomics,
 and the same inputs give the same bits on the same kind of GPU. Nothing here waits for the device, except the first call
 for a device, head size, row length and dropout or none, which compiles or loads.
@@ -13,13 +13,9 @@ for a device, head size, row length and dropout or none, which compiles or loads
 HYBRID_FUSED_ATTENTION=0 in the environment makes models use the twin everywhere, for comparing and debugging.
 """
 
-import contextlib
 import ctypes
-import hashlib
 import os
-import tempfile
 import warnings
-from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +25,7 @@ from torch import Tensor
 
 from ops.attention import bucket
 from ops.dropout import keep_scale
+from ops.nvrtc import Module
 
 _SOURCE = Path(__file__).parent / "cuda" / "relative_attention.cu"
 _TILE = 64  # rows of a block, columns of a step, and slots, in the source
@@ -431,40 +428,14 @@ class _Kernels:
     )
 
     def __init__(self, device: int, head_dim: int, drops: bool) -> None:
-        self.driver = _driver()
-        self.context = ctypes.c_void_p()  # torch's: the runtime's primary context
-        self._check(self.driver.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device))
+        self.module = Module(_SOURCE, [f"-DHEAD_DIM={head_dim}", f"-DDROPOUT={int(drops)}"], device)
+        self.shared = {}
         with torch.cuda.device(device):
-            self._bind()
-            properties = torch.cuda.get_device_properties(device)
-            image = _compiled(_architecture(properties.major, properties.minor), head_dim, drops)
-            module = ctypes.c_void_p()
-            self._check(self.driver.cuModuleLoadData(ctypes.byref(module), image))
-            self.functions, self.shared = {}, {}
             for name in self._NAMES:
-                function = ctypes.c_void_p()
-                self._check(self.driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
-                shared = 0 if name.endswith("reduce") else _shared_bytes(head_dim, "backward" in name)
-                if shared:
-                    self._check(self.driver.cuFuncSetAttribute(function, 8, shared))  # MAX_DYNAMIC_SHARED_SIZE_BYTES
-                    self._check(self.driver.cuFuncSetAttribute(function, 9, 100))  # PREFERRED_SHARED_MEMORY_CARVEOUT
-                self.functions[name], self.shared[name] = function, shared
-            self.at_once = []
-            for name in self._NAMES[:2]:
-                count = ctypes.c_int()
-                self._check(
-                    self.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                        ctypes.byref(count), self.functions[name], _THREADS, ctypes.c_size_t(self.shared[name])
-                    )
-                )
-                self.at_once.append(count.value * properties.multi_processor_count)
-
-    def _bind(self) -> None:
-        """Make the context current in a thread that has none yet, as autograd's may."""
-        current = ctypes.c_void_p()
-        self._check(self.driver.cuCtxGetCurrent(ctypes.byref(current)))
-        if not current.value:
-            self._check(self.driver.cuCtxSetCurrent(self.context))
+                self.shared[name] = 0 if name.endswith("reduce") else _shared_bytes(head_dim, "backward" in name)
+                if self.shared[name]:
+                    self.module.use_shared_memory(name, self.shared[name])
+            self.at_once = [self.module.blocks_at_once(name, _THREADS, self.shared[name]) for name in self._NAMES[:2]]
 
     def blocks(self, backward: bool) -> int:
         """Blocks that the device runs at once."""
@@ -472,91 +443,9 @@ class _Kernels:
 
     def launch(self, name: str, grid: int, params: _Params, stream: int) -> None:
         """Queue kernel `name` with `grid` blocks. Raises RuntimeError where the driver refuses."""
-        self._bind()
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        sizes = (grid, 1, 1, _THREADS, 1, 1, self.shared[name])
-        status = self.driver.cuLaunchKernel(self.functions[name], *sizes, ctypes.c_void_p(stream), pointers, None)
-        self._check(status)
-
-    def _check(self, status: int) -> None:
-        if status:
-            message = ctypes.c_char_p()
-            self.driver.cuGetErrorString(status, ctypes.byref(message))
-            raise RuntimeError(f"fused attention: CUDA error {status} ({(message.value or b'unknown').decode()})")
+        self.module.launch(name, grid, _THREADS, params, stream, self.shared[name])
 
 
 @cache
 def _kernels(device: int, head_dim: int, drops: bool) -> _Kernels:
     return _Kernels(device, head_dim, drops)
-
-
-def _architecture(major: int, minor: int) -> str:
-    """Target of NVRTC; the "a" allows Hopper's own instructions."""
-    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: $HYBRID_KERNEL_CACHE, or hybrid-bert-kernels in the user's cache folder."""
-    chosen = os.environ.get("HYBRID_KERNEL_CACHE")
-    return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid-bert-kernels")
-
-
-def _compiled(architecture: str, head_dim: int, drops: bool) -> bytes:
-    """Machine code for one architecture, from the cache folder where it is there. Raises RuntimeError."""
-    source = _SOURCE.read_bytes()
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    options = [f"--gpu-architecture={architecture}", "-std=c++17", f"-DHEAD_DIM={head_dim}", f"-DDROPOUT={int(drops)}"]
-    key = hashlib.sha256(b"\0".join([source, f"{major.value}.{minor.value}".encode(), *(o.encode() for o in options)]))
-    path = cache_folder() / f"{key.hexdigest()[:32]}.cubin"
-    with contextlib.suppress(OSError):
-        return path.read_bytes()
-    image = _compile(source, options)
-    # A cache that cannot be written costs seconds at each start and nothing else.
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(image)
-        os.replace(file.name, path)  # several processes may do this at once
-    return image
-
-
-def _compile(source: bytes, options: list[str]) -> bytes:
-    nvrtc = _nvrtc()
-    program = ctypes.c_void_p()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, _SOURCE.name.encode(), 0, None, None)
-    arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    status = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
-    if status:
-        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-        raise RuntimeError(f"NVRTC could not compile {_SOURCE} (status {status}):\n{log.decode(errors='replace')}")
-    image = _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return image
-
-
-def _text(size_of: Callable[..., int], get: Callable[..., int], program: ctypes.c_void_p) -> bytes:
-    size = ctypes.c_size_t()
-    size_of(program, ctypes.byref(size))
-    buffer = ctypes.create_string_buffer(size.value)
-    get(program, buffer)
-    return buffer.raw
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    """The CUDA driver. Raises OSError where there is none."""
-    return ctypes.CDLL("libcuda.so.1")
-
-
-@cache
-def _nvrtc() -> ctypes.CDLL:
-    """NVRTC of torch's CUDA version. Raises OSError where there is none."""
-    version = (torch.version.cuda or "").split(".")[0]
-    name = f"libnvrtc.so.{version}"
-    # torch's wheels bring NVRTC as a package beside torch; other builds find it as the system does.
-    beside_torch = sorted(Path(torch.__file__).parent.parent.glob(f"nvidia/*/lib/{name}*"))
-    for place in [name, *map(str, beside_torch)]:
-        with contextlib.suppress(OSError):
-            return ctypes.CDLL(place)
-    raise OSError(f"{name} is neither beside torch nor on the system's library path")

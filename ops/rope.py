@@ -104,8 +104,8 @@ def varlen_layout(document_ids: Tensor, causal: bool | Tensor) -> VarlenLayout:
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: VarlenLayout, kernel: VarlenKernel) -> Tensor:
     """Context [B, T, H, d] by one call of `kernel` for the causal rows and one for the others."""
-    if layout.order is not None:
-        query, key, value = (x.index_select(0, layout.order) for x in (query, key, value))
+    if layout.order is not None and layout.inverse is not None:
+        query, key, value = (_Permuted.apply(x, layout.order, layout.inverse) for x in (query, key, value))
     value = value.to(query.dtype)
     parts = []
     for rows, boundaries, causal in (
@@ -116,7 +116,23 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: VarlenLa
             q, k, v = (x[rows].flatten(0, 1).contiguous() for x in (query, key, value))
             parts.append(kernel(q, k, v, boundaries, query.size(1), causal).view_as(query[rows]))
     context = torch.cat(parts)
-    return context if layout.inverse is None else context.index_select(0, layout.inverse)
+    if layout.order is None or layout.inverse is None:
+        return context
+    return _Permuted.apply(context, layout.inverse, layout.order)
+
+
+class _Permuted(torch.autograd.Function):
+    """x.index_select(0, order) for a permutation: its gradient is one too, where index_select's is a sum by atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return gradients[0].index_select(0, inverse), None, None
 
 
 @lru_cache

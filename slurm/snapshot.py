@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-SUFFIXES = frozenset((".py", ".json", ".toml", ".lock", ".sh", ".sbatch", ".env", ".c", ".cu", ".cpp", ".h"))
+SUFFIXES = frozenset(
+    (".py", ".json", ".toml", ".lock", ".sh", ".sbatch", ".env", ".c", ".cu", ".cpp", ".h", ".css", ".js")
+)
 SITE_FILE = Path("slurm", "site.env")  # a site's own lines: not in git, and needed by the job
 COMMIT_FILE = "GIT_COMMIT"
 _NO_CODE = {"runs", "wandb", "demo_output", "bench_output", "build", "dist", "__pycache__", "node_modules"}

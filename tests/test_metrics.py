@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import ROOT, flags, make_inputs, run, training_lines
@@ -13,6 +16,8 @@ from runs import ROOT, flags, make_inputs, run, training_lines
 from training.checkpoint import locate
 from training.config import ConfigError, TrainingConfig
 from training.metrics import keep_until, read_metrics, wandb_mode
+
+README = ROOT / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +30,7 @@ def wandb_run(inputs, tmp_path_factory) -> Path:
     """A run that was stopped half-way and resumed, logging to wandb offline."""
     output = tmp_path_factory.mktemp("wandb")
     options = {"wandb_mode": "offline", "wandb_project": "test", "log_stats_every": 10, "save_every": 5}
+    options |= {"data_fingerprint": True, "evaluate_data": make_pairs(output / "pairs"), "evaluate_every": 10}
     run(flags(inputs, output, max_steps=20, **options))
     # As if it had been killed after step 10: the newest checkpoints are gone.
     for name in ("step_00000015", "step_00000020"):
@@ -34,6 +40,15 @@ def wandb_run(inputs, tmp_path_factory) -> Path:
         path.rmdir()
     run(flags(inputs, output, max_steps=20, **options))
     return output / "run"
+
+
+def make_pairs(folder: Path) -> Path:
+    """A set of minimal pairs of two phenomena."""
+    folder.mkdir()
+    for term in ("agreement", "order"):
+        pair = {"sentence_good": "the cat sees a dog", "sentence_bad": "cat the sees dog a", "linguistics_term": term}
+        (folder / f"{term}.jsonl").write_text(json.dumps(pair) + "\n")
+    return folder
 
 
 def log_records(content: bytes) -> Iterator[bytes]:
@@ -54,20 +69,66 @@ def log_records(content: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-def wandb_records(path: Path) -> tuple[list[dict], str]:
-    """History rows and run id of an offline wandb file."""
+@dataclass
+class WandbFile:
+    """What an offline wandb file holds: history rows, the run's id, metric definitions by name, and media by path."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    run_id: str = ""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    files: set[str] = field(default_factory=set)
+
+
+def read_wandb(path: Path) -> WandbFile:
+    """Read an offline wandb file."""
     from wandb.proto import wandb_internal_pb2
 
-    rows, run_id = [], ""
+    found = WandbFile()
     for data in log_records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
-        if record.HasField("run"):
-            run_id = record.run.run_id
-        if record.HasField("history"):
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            found.run_id = record.run.run_id
+        elif kind == "history":
             items = record.history.item
-            rows.append({(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in items})
-    return rows, run_id
+            found.rows.append({(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in items})
+        elif kind == "metric":
+            found.metrics[record.metric.name or record.metric.glob_name] = record.metric
+        elif kind == "files":
+            found.files.update(file.path for file in record.files.files)
+    return found
+
+
+def wandb_files(run_folder: Path) -> list[WandbFile]:
+    """The wandb files of a run's starts."""
+    return [read_wandb(file) for file in sorted(run_folder.glob("wandb/offline-run-*/run-*.wandb"))]
+
+
+# What README says of keys
+
+
+@dataclass(frozen=True)
+class Documented:
+    """A key of README's table and when it is recorded."""
+
+    key: str
+    when: str
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """What keys it stands for."""
+        text = re.escape(self.key).replace("OBJECTIVE", "(masked|causal)").replace("MODE", "(masked|causal|fused)")
+        text = text.replace("ROLE", "(embedding|attention|mlp|dwa|head)")
+        return re.compile(text.replace("PHENOMENON", "[^/]+").replace("SET", "[^/]+"))
+
+
+def documented_keys() -> list[Documented]:
+    """The rows of the table in README's section on metrics."""
+    section = README.read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    assert all(len(row) == 4 for row in rows), "the table has the columns key, unit, when, what"
+    return [Documented(key, row[2].strip()) for row in rows for key in re.findall(r"`([^`]+)`", row[0])]
 
 
 def test_every_step_has_the_documented_keys(wandb_run):
@@ -84,21 +145,73 @@ def test_every_step_has_the_documented_keys(wandb_run):
     assert {"valid/causal_loss", "valid/ema_masked_loss", "valid/masked_accuracy", "stats/tokens"} <= validation[
         -1
     ].keys()
-    readme = (ROOT / "README.md").read_text()
-    for key in {key for line in lines + validation for key in line}:
-        documented = key.replace("ema_", "").replace("causal", "masked").rsplit("norm/", 1)[0]
-        assert documented in readme, f"README does not mention {key}"
+
+
+def test_readme_lists_every_key_that_is_recorded(wandb_run):
+    documented = documented_keys()
+    for key in {key for line in read_metrics(wandb_run / "metrics.jsonl") for key in line}:
+        assert any(each.pattern.fullmatch(key) for each in documented), f"README's table lacks {key}"
+
+
+def test_wandb_file_has_every_key_that_readme_lists(wandb_run):
+    found = {key for file in wandb_files(wandb_run) for row in file.rows for key in row}
+    media = {key.removesuffix("/_type") for key in found if key.endswith("/_type")}
+    for each in documented_keys():
+        if "CUDA" in each.when or "GPU" in each.when or each.key == "data/fingerprint":
+            continue
+        assert any(each.pattern.fullmatch(key) for key in found | media), f"wandb's file lacks {each.key}"
+    unknown = {key for key in found if not key.startswith("_") and not any(key.startswith(f"{m}/") for m in media)}
+    for key in unknown:
+        assert any(each.pattern.fullmatch(key) for each in documented_keys()), key
+
+
+def test_wandb_gets_report_figures_and_samples(wandb_run):
+    last = wandb_files(wandb_run)[-1]
+    (row,) = (row for row in last.rows if "report/_type" in row)
+    assert row["_step"] == 20
+    kinds = {"report": "html-file", "figures/metrics": "image-file", "samples/causal": "table-file"}
+    folder = next(iter(sorted(wandb_run.glob("wandb/offline-run-*"))[-1:])) / "files"
+    for key, kind in kinds.items():
+        assert row[f"{key}/_type"] == kind
+        assert row[f"{key}/path"] in last.files
+        assert (folder / row[f"{key}/path"]).stat().st_size > 0
+    page = (folder / row["report/path"]).read_text()
+    assert "Training report" in page
+    table = json.loads((folder / row["samples/causal/path"]).read_text())
+    assert table["columns"] == ["step", "prompt", "continuation", "truth"]
+    assert [line[0] for line in table["data"]] == [20, 20, 20]
+    steps = [row["_step"] for file in wandb_files(wandb_run) for row in file.rows if "samples/masked/_type" in row]
+    assert steps == [15, 20, 15, 20]  # the run was cut off after step 20 and went on from 10
+
+
+def test_wandb_knows_axes_and_best_values(wandb_run):
+    for file in wandb_files(wandb_run):
+        defined = file.metrics
+        for key, axis, low, high in (
+            ("train/masked_loss", "stats/tokens", True, False),
+            ("valid/ema_causal_perplexity", "stats/tokens", True, False),
+            ("valid/masked_accuracy", "stats/tokens", False, True),
+            ("eval/*", "stats/tokens", False, True),
+            ("stats/peak_memory_gib", "step", False, True),
+            ("*", "step", False, False),
+        ):
+            assert defined[key].step_metric == axis, key
+            assert (defined[key].summary.min, defined[key].summary.max) == (low, high), key
+
+
+def test_samples_of_a_resumed_run_are_not_doubled(wandb_run):
+    steps = [json.loads(line)["step"] for line in (wandb_run / "samples.jsonl").read_text().splitlines()]
+    assert steps == [15] * 6 + [20] * 6
 
 
 def test_wandb_files_hold_the_same_numbers_under_one_run(wandb_run):
-    files = sorted(wandb_run.glob("wandb/offline-run-*/run-*.wandb"))
-    assert len(files) == 2  # one per start; `wandb sync` merges them into one run
-    parts = [wandb_records(file) for file in files]
+    parts = wandb_files(wandb_run)
+    assert len(parts) == 2  # one per start; `wandb sync` merges them into one run
     config = json.loads((wandb_run / "config.json").read_text())
-    assert {run_id for _, run_id in parts} == {config["wandb_id"]}
+    assert {part.run_id for part in parts} == {config["wandb_id"]}
     rows: dict[int, dict] = {}
-    for part, _ in parts:
-        for row in part:
+    for part in parts:
+        for row in part.rows:
             rows.setdefault(int(row["_step"]), {}).update(row)
     for line in training_lines(wandb_run):
         row = rows[line["step"]]

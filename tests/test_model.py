@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import model as model_module
+import ops.dropout as dropout_module
 from model import LTGBert, ModelConfig, ModelConfigError
 from model_extra import GPTBert, build_model
 from ops.attention import RelativeLayout, relative_attention, relative_layout
@@ -180,21 +181,21 @@ def test_dropout_is_on_in_training_alone(kind):
 def test_every_place_of_dropout_has_a_site_of_its_own(kind, monkeypatch):
     sites = []
 
-    def record(name: str) -> None:
-        original = getattr(model_module, name)
+    def record(module, name: str) -> None:
+        original = getattr(module, name)
 
         def recorded(states, site, *rest):
             sites.append(site)
             return original(states, site, *rest)
 
-        monkeypatch.setattr(model_module, name, recorded)
+        monkeypatch.setattr(module, name, recorded)
 
-    record("token_keys")
-    record("head_keys")
+    for module, name in ((model_module, "token_keys"), (model_module, "head_keys"), (dropout_module, "token_keys")):
+        record(module, name)
     make_model(kind, dropout=0.1).train()(*make_inputs(), True)
-    # Embedding and head; in each of two layers attention's and the feed-forward's output, and with relative positions
-    # also the position table and the probabilities.
-    assert len(sites) == len(set(sites)) == 2 + 2 * (4 if kind[1] == "relative" else 2)
+    # The keys of columns; embedding and head; in each of two layers attention's and the feed-forward's output, and with
+    # relative positions also the position table and the probabilities.
+    assert len(sites) == len(set(sites)) == 1 + 2 + 2 * (4 if kind[1] == "relative" else 2)
 
 
 # Head

@@ -107,3 +107,48 @@ def test_a_bad_loss_names_step_rank_and_objective(bad):
     log = StepLog(cast(Inputs, None), world)  # a bad step is noticed before anything of the run is needed
     with pytest.raises(NonFiniteError, match="step 7: rank 2, causal objective"):
         log.push(pending)
+
+
+def test_slots_that_are_left_over_change_nothing():
+    def model(input_ids, document_ids, causal, positions, keys):
+        return torch.randn(6, 10, generator=torch.Generator().manual_seed(0))[positions] * weight
+
+    weight = torch.ones((), requires_grad=True)
+    labels = torch.tensor([[7, IGNORE_INDEX, 3], [IGNORE_INDEX, 7, IGNORE_INDEX]])
+    inputs = ModelInputs(torch.zeros(2, 3).long(), labels, torch.zeros(2, 3).long(), torch.tensor([False, True]))
+    sums = []
+    for slots in (3, 5, 6):
+        scores, objective = evaluate(model, inputs, slots, None)
+        assert objective.tolist() == [0, 0, 1] + [-1] * (slots - 3)
+        sums.append(sums_by_objective(scores, objective))
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+    assert sums[0][:, COUNT].tolist() == [2.0, 1.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [8, 2056, 16384])
+def test_scores_by_kernels_are_those_of_the_plain_form(vocabulary: int):
+    torch.manual_seed(0)
+    logits = (torch.randn(37, vocabulary, device="cuda") * 4).bfloat16()
+    labels = torch.randint(vocabulary, (37,), device="cuda")
+    labels[:9] = logits[:9].argmax(-1)
+    upstream = torch.randn(2, 37, device="cuda")
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        own = logits.to(dtype, copy=True).requires_grad_()
+        if dtype == torch.float64:
+            log_z = own.logsumexp(-1)
+            scores = (log_z - own.gather(1, labels[:, None])[:, 0], log_z.square(), (own.argmax(-1) == labels).double())
+        else:
+            scores = target_scores(own, labels)
+        (scores[0] * upstream[0] + scores[1] * upstream[1]).sum().backward()
+        results.append((*scores, own.grad))
+    for exact, ours in zip(results[0][:3], results[1][:3], strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+    exact, ours = results[0][3], results[1][3]
+    assert exact is not None
+    assert ours is not None
+    assert (ours.double() - exact).norm() < 3e-3 * exact.norm()
+    logits[3, 5] = float("nan")
+    assert target_scores(logits, labels)[0].isnan().tolist() == [row == 3 for row in range(37)]

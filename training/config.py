@@ -128,6 +128,12 @@ class TrainingConfig:
     optimizer_eps: float = _flag(1e-8, "added to the denominator of the update", "optimization")
     max_gradient: float = _flag(2.0, "gradients are clipped to this global norm (0: not clipped)", "optimization")
     ema_decay: float = _flag(0.999, "decay per step of the exponential moving average of the weights", "optimization")
+    allreduce_dtype: str = _flag(
+        "float32",
+        "precision in which ranks add up their gradients; bfloat16 halves the traffic and rounds each sum to 8 bits",
+        "optimization",
+        choices=("float32", "bfloat16"),
+    )
     mixed_precision: bool | None = _flag(
         None, "bf16 autocast with fp32 weights (default: on CUDA yes, on the CPU no)", "optimization", kind=bool
     )
@@ -139,6 +145,30 @@ class TrainingConfig:
         0,
         "validation batches of local_batch_size rows per objective (0: the whole held-out set)",
         "records",
+        fixed=False,
+    )
+    validation_samples: int = _flag(
+        3,
+        "held-out documents that the averaged weights continue, and as many whose gaps they fill, at each validation "
+        "(0: none); see samples.jsonl and report.html in the run folder",
+        "records",
+        fixed=False,
+    )
+    evaluate_data: str = _flag(
+        "",
+        "minimal pairs to evaluate the averaged weights on: a folder of .jsonl files with sentence_good and "
+        "sentence_bad, of such folders, or one file",
+        "records",
+        fixed=False,
+    )
+    evaluate_every: int = _flag(
+        0, "steps between evaluations on --evaluate_data (0: only at the end)", "records", fixed=False
+    )
+    evaluate_mode: str = _flag(
+        "all",
+        "how minimal pairs are scored: masked (each token masked in turn), causal, fused (the mean of both) or all",
+        "records",
+        choices=("all", "masked", "causal", "fused"),
         fixed=False,
     )
     save_every: int = _flag(1000, "steps between checkpoints (0: only at the end)", "records", fixed=False)
@@ -251,6 +281,8 @@ def check(config: TrainingConfig) -> None:
     for name in (
         "validate_every",
         "validation_steps",
+        "validation_samples",
+        "evaluate_every",
         "save_every",
         "keep_last",
         "log_stats_every",
@@ -307,6 +339,10 @@ def check(config: TrainingConfig) -> None:
     _require(
         smallest >= 1, "global_batch_size", config.global_batch_size, "divided by --batch_reduction no row is left"
     )
+    if config.evaluate_every and not config.evaluate_data:
+        raise ConfigError(
+            f"--evaluate_every is {config.evaluate_every} but there is no --evaluate_data; name its minimal pairs"
+        )
     if config.checkpoint_filename and config.resume != "auto":
         raise ConfigError(
             f"--checkpoint_filename {config.checkpoint_filename!r} and --resume {config.resume!r} both say where to go "

@@ -22,10 +22,19 @@ class Ema:
         self.decay = decay
         self._average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
-    @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Take the model's present weights into the average; call once after each optimizer step."""
-        torch._foreach_lerp_(list(self._average.values()), list(self._parameters(model).values()), 1 - self.decay)
+        self.take_in(self.by_parameter(model))
+
+    @torch.no_grad()
+    def take_in(self, averages: Mapping[nn.Parameter, Tensor]) -> None:
+        """`update`, for some parameters and their averages alone."""
+        if averages:
+            torch._foreach_lerp_(list(averages.values()), list(averages), 1 - self.decay)
+
+    def by_parameter(self, model: nn.Module) -> dict[nn.Parameter, Tensor]:
+        """The average of each of the model's parameters; not copies."""
+        return {parameter: self._average[name] for name, parameter in model.named_parameters()}
 
     @contextlib.contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[None]:

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import io
 import json
+import math
 import os
 import shlex
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from tokenizers import Tokenizer
 
 from data.corpus import CorpusError
 from data.hashing import fold
@@ -37,9 +39,14 @@ from training.config import ConfigError, TrainingConfig, parse_config
 from training.distributed import CollectiveError, World
 from training.ema import Ema
 from training.metrics import Recorder, keep_until, wandb_mode
+from training.micro_step import MicroSteps, records_graphs
+from training.minimal_pairs import PairScorer, evaluate_pairs, pairs_line
 from training.optimizers import load_named_state, make_optimizer, named_state
 from training.parallel import compile_layers, parallelize
+from training.report_data import SAMPLES
+from training.report_samples import Sampler, from_corpus, labelled
 from training.reporting import report, report_traceback
+from training.sentence_scores import Layout
 from training.setup import (
     Inputs,
     RunFolder,
@@ -63,6 +70,7 @@ from training.stopping import (
     register_attempt,
 )
 from training.summary import describe
+from training.update import WeightUpdate
 from training.validation import validate
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -203,7 +211,12 @@ def make_state(inputs: Inputs, world: World, checkpoint: Checkpoint | None) -> T
         ema.load_state_dict(checkpoint.tensors("ema", world.device))
     if config.compile:
         compile_layers(model)
-    return TrainState(step, model, parallelize(model, world), optimizer, ema)
+    update = WeightUpdate(model, optimizer, ema, config.max_gradient or math.inf)
+    forward = parallelize(model, world, config.allreduce_dtype)
+    options, precise = inputs.builder.options, bool(config.mixed_precision)
+    record = records_graphs(config, inputs.model_config, world)
+    micro_steps = MicroSteps(forward, options, config.z_loss_weight, world.device, precise, record)
+    return TrainState(step, model, forward, optimizer, ema, update, micro_steps)
 
 
 @dataclass
@@ -268,6 +281,26 @@ def validation_metrics(state: TrainState, inputs: Inputs, world: World) -> dict[
     with state.ema.swapped_in(state.model):
         metrics |= validate(state.model, *arguments, prefix="valid/ema_")
     return {"step": state.step, "stats/tokens": inputs.plan.tokens_before(state.step), **metrics}
+
+
+def pair_metrics(state: TrainState, inputs: Inputs, pairs: PairScorer, world: World) -> dict[str, Any]:
+    """Minimal pairs with the averaged weights, in batches of the shape that validation uses."""
+    config = inputs.config
+    layout = Layout(config.local_batch_size, config.seq_length)
+    with state.ema.swapped_in(state.model):
+        metrics = evaluate_pairs(state.model, pairs, world, layout, config.evaluate_mode, bool(config.mixed_precision))
+    return {"step": state.step, "stats/tokens": inputs.plan.tokens_before(state.step), **metrics}
+
+
+def sample_texts(state: TrainState, inputs: Inputs) -> list[dict[str, Any]]:
+    """What the averaged weights make of held-out documents; for one rank, on its own."""
+    config, held_out = inputs.config, inputs.held_out
+    if held_out is None or not config.validation_samples:
+        return []
+    tokenizer = Tokenizer.from_str(inputs.tokenizer_text)
+    material = from_corpus(held_out.corpus, tokenizer, config.validation_samples)
+    with state.ema.swapped_in(state.model):
+        return labelled(Sampler(state.model, tokenizer, eager=bool(config.compile)).take(material), state.step)
 
 
 def checkpoint_bytes(state: TrainState) -> int:
@@ -354,6 +387,7 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> int:
             raise NonFiniteError(f"{error}. Nothing was saved since; {good}; {hint}") from error
         if records is not None and stop is None:
             records.status(FINISHED, "", state.step)
+            records.recorder.publish(state.step)
         elif records is not None and stop is not None and may_requeue(stop, config, environment):
             records.recorder.preempting()
 
@@ -381,6 +415,8 @@ def open_records(
         write_status(folder.path, world.environment, state, reason, done, config.max_steps)
 
     keep_until(folder.metrics, step)
+    if (samples := folder.path / SAMPLES).exists():
+        keep_until(samples, step)
     wandb_id = folder.write_config(inputs, describe_launch(world, step))
     facts = {"model": inputs.model_config.to_dict(), "world_size": world.size, "data": inputs.data_identity}
     status(RUNNING, "", step)
@@ -420,20 +456,27 @@ def _run_steps(
         done.facts["stats/loader_wait_seconds"], waited = loader.waited - waited, loader.waited
         finished = log.push(done)
         validates = inputs.held_out is not None and due(state.step, config.validate_every, config.max_steps)
+        evaluates = inputs.pairs is not None and due(state.step, config.evaluate_every, config.max_steps)
         saves = due(state.step, config.save_every, config.max_steps) or state.step in config.save_steps
-        if validates or saves:
+        if validates or evaluates or saves:
             finished += log.flush()  # as above
         if records is not None:
-            records.log(finished, last=validates)
+            records.log(finished, last=validates or evaluates)
         if validates:
             metrics = validation_metrics(state, inputs, world)
             if records is not None:
                 records.recorder.log(metrics)
                 records.recorder.say(_validation_line(metrics))
+                records.recorder.log_samples(sample_texts(state, inputs))
+        if evaluates and inputs.pairs is not None:
+            metrics = pair_metrics(state, inputs, inputs.pairs, world)
+            if records is not None:
+                records.recorder.log(metrics)
+                records.recorder.say(pairs_line(metrics, inputs.pairs))
         if saves:
             save(state, inputs, world, records)
             saved = state.step
-        if validates or saves:
+        if validates or evaluates or saves:
             log.restart_clock()
     return None
 

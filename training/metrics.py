@@ -9,14 +9,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from data.files import write_atomically
+from data.plan import OBJECTIVES
 from training.config import ConfigError, TrainingConfig
+from training.report_data import SAMPLES
 
 DEFAULT_PROJECT = "hybrid-pretraining"
 _PATIENT_SECONDS, _HURRIED_SECONDS = 600.0, 20.0  # for what wandb still has to upload at the end
@@ -41,12 +44,13 @@ def keep_until(path: Path, step: int) -> None:
 
 
 class Recorder:
-    """Writes metrics of rank 0; on other ranks nothing calls it.
+    """Writes metrics, samples and the final report of rank 0; on other ranks nothing calls it.
 
     problem: a sentence once metrics.jsonl could not be written; the training loop then saves and stops.
     """
 
     def __init__(self, config: TrainingConfig, folder: Path, wandb_id: str, start_step: int, facts: Mapping[str, Any]):
+        self._folder = folder
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._wandb = _start_wandb(config, folder, wandb_id, facts)
         live = sys.stderr.isatty()
@@ -65,6 +69,38 @@ class Recorder:
             self.problem = f"{self._file.name} cannot be written: {error.strerror}"
         if self._wandb is not None:
             self._wandb.log({k: v for k, v in record.items() if not isinstance(v, str)}, step=record["step"])
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Record sample completions (see report_samples) in samples.jsonl, and as tables in wandb."""
+        try:
+            with (self._folder / SAMPLES).open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+        except OSError as error:
+            self.problem = f"{self._folder / SAMPLES} cannot be written: {error.strerror}"
+        if self._wandb is not None and samples:
+            self._wandb.log(_sample_tables(samples), step=samples[-1]["step"])
+
+    def publish(self, step: int) -> None:
+        """Write the finished run's report.html, and give it and its figures to wandb; what fails is only told."""
+        from training.plot import PlotError, draw, read_run
+        from training.report import write
+        from training.report_data import read_records
+
+        page, picture = self._folder / "report.html", self._folder / "metrics.png"
+        try:
+            write(read_records([str(self._folder)]), page)
+            self.say(f"report: {page}")
+            if self._wandb is None:
+                return
+            import wandb
+
+            media: dict[str, Any] = {"report": wandb.Html(str(page), inject=False)}
+            with suppress(PlotError):  # matplotlib is optional
+                draw([read_run(self._folder)], picture)
+                media["figures/metrics"] = wandb.Image(str(picture))
+            self._wandb.log(media, step=step)
+        except Exception as error:  # the run is complete and saved: nothing here may turn it into a failure
+            self.say(f"note: no report was written ({type(error).__name__}: {error}); python -m training.report can")
 
     def show(self, record: Mapping[str, Any], last: bool = False) -> None:
         """Show a training step on the console: as a live bar on a terminal, as a line now and then elsewhere."""
@@ -166,7 +202,46 @@ def _start_wandb(config: TrainingConfig, folder: Path, run_id: str, facts: Mappi
             raise ConfigError(f"--wandb_mode online: wandb could not start ({error})") from error
         print(f"wandb could not reach its server ({error}); logging offline", flush=True)
         run = wandb.init(mode="offline", settings=quiet, **options)
-    run.define_metric("step")
-    run.define_metric("stats/tokens")
-    run.define_metric("*", step_metric="step")
+    _define_metrics(run)
     return run
+
+
+_NOT_LOGGED = {f"train/{objective}_perplexity" for objective in OBJECTIVES}
+_FALLING, _RISING = "min,last", "max,last"  # the best and the last value go into wandb's summary
+
+
+def _define_metrics(run: Any) -> None:
+    """Say on which axis wandb draws each metric and which of its values it keeps in the table of runs.
+
+    Results are drawn on tokens, which compare runs of different batch sizes; what describes a step on steps.
+    """
+    run.define_metric("step", summary="max")
+    run.define_metric("*", step_metric="step")
+    run.define_metric("stats/tokens", step_metric="step", summary="max")
+    run.define_metric("stats/tokens_per_second", step_metric="step", summary="mean,last")
+    run.define_metric("stats/mfu", step_metric="step", summary="mean,last")
+    run.define_metric("stats/peak_memory_gib", step_metric="step", summary="max")
+    groups = [f"{prefix}{objective}_" for prefix in ("train/", "valid/", "valid/ema_") for objective in OBJECTIVES]
+    for group in ("train/", *groups):
+        for measure, summary in (("loss", _FALLING), ("perplexity", _FALLING), ("accuracy", _RISING)):
+            if f"{group}{measure}" not in _NOT_LOGGED:
+                run.define_metric(f"{group}{measure}", step_metric="stats/tokens", summary=summary)
+    run.define_metric("train/z_loss", step_metric="stats/tokens", summary="last")
+    run.define_metric("eval/*", step_metric="stats/tokens", summary=_RISING)
+
+
+def _sample_tables(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Samples as wandb tables, by key."""
+    import wandb
+
+    continued = wandb.Table(columns=["step", "prompt", "continuation", "truth"])
+    filled = wandb.Table(columns=["step", "text", "gap", "candidates", "truth"])
+    for sample in samples:
+        if sample["kind"] == "causal":
+            continued.add_data(sample["step"], sample["prompt"], sample["text"], sample["truth"])
+            continue
+        for number, gap in enumerate(sample["gaps"], start=1):
+            words = " / ".join(f"{word.strip()} {share:.1%}" for word, share in gap["candidates"])
+            filled.add_data(sample["step"], sample["text"], number, words, gap["truth"])
+    tables = {"samples/causal": continued, "samples/masked": filled}
+    return {key: table for key, table in tables.items() if table.data}

@@ -11,6 +11,7 @@ from data.hashing import fold_torch
 from data.loader import RowBatch
 from data.masking import IGNORE_INDEX, MaskingOptions, ModelInputs
 from data.plan import CAUSAL, MASKED
+from ops.cross_entropy import target_scores
 from ops.dropout import DropoutKeys
 
 _DROPOUT = 201  # purpose of a row's dropout key, among the purposes in data/masking.py
@@ -40,33 +41,29 @@ def loss_weights(rows: tuple[int, int], targets: tuple[int, int], token_weighted
     return LossWeights((per_target[0], per_target[1]), (share[0], share[1]))
 
 
-def target_positions(labels: torch.Tensor, count: int) -> torch.Tensor:
-    """Flat positions of the `count` labels that are not IGNORE_INDEX, in order; int64 [count].
+def target_positions(labels: torch.Tensor, slots: int) -> torch.Tensor:
+    """Flat positions of labels that are not IGNORE_INDEX, in order, in `slots` places: int64 [slots].
 
-    The count is known on the host, so unlike `nonzero` this never makes the host wait for the device.
+    There must be enough slots; those left over hold positions without meaning. As the number is known on the host,
+    this never makes the host wait for the device, unlike `nonzero`.
     """
     wanted = labels.flatten() != IGNORE_INDEX
     place = torch.arange(wanted.numel(), device=labels.device)
-    slot = torch.where(
-        wanted, wanted.cumsum(0) - 1, count
-    )  # those that are not wanted share a last slot, cut off below
-    return torch.zeros(count + 1, dtype=torch.int64, device=labels.device).scatter_(0, slot, place)[:count]
+    # Those that are not wanted share a last slot, cut off below. What is left over differs from slot to slot, so that
+    # gradients of many of them do not queue up for one position.
+    slot = torch.where(wanted, wanted.cumsum(0) - 1, slots)
+    return torch.arange(slots + 1, device=labels.device).scatter_(0, slot, place)[:slots]
 
 
-def target_scores(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cross-entropy, squared log-partition and correctness of each target; logits [N, V], labels [N] -> float32 [N]."""
-    logits = logits.float()
-    log_z = logits.logsumexp(dim=-1)
-    loss = log_z - logits.gather(1, labels[:, None])[:, 0]
-    return loss, log_z.square(), (logits.argmax(dim=-1) == labels).float()
+def sums_by_objective(scores, objective: torch.Tensor) -> torch.Tensor:
+    """Sums of `target_scores` and the count of targets, [2, 4] float64: lines masked and causal, columns as above.
 
-
-def sums_by_objective(scores, causal: torch.Tensor) -> torch.Tensor:
-    """Sums of `target_scores` and the count of targets, [2, 4] float64: lines masked and causal, columns as above."""
+    objective: MASKED or CAUSAL of each target; anything else is left out.
+    """
     loss, squared_log_z, correct = (score.detach().double() for score in scores)
     columns = torch.stack([loss, squared_log_z, correct, torch.ones_like(loss)], dim=1)
-    flags = causal.double()[:, None]
-    return torch.stack([(columns * (1 - flags)).sum(0), (columns * flags).sum(0)])
+    lines = [(columns * (objective == line).double()[:, None]).sum(0) for line in (MASKED, CAUSAL)]
+    return torch.stack(lines)
 
 
 def dropout_keys(batch: RowBatch, step_key: torch.Tensor) -> DropoutKeys:
@@ -74,25 +71,34 @@ def dropout_keys(batch: RowBatch, step_key: torch.Tensor) -> DropoutKeys:
     return DropoutKeys(rows=fold_torch(batch.row_keys, _DROPOUT), step=step_key)
 
 
-def evaluate(model: nn.Module, inputs: ModelInputs, count: int, keys: DropoutKeys | None):
-    """Scores of a micro-batch's `count` targets and the objective of each (bool [count], True for causal)."""
-    positions = target_positions(inputs.labels, count)
+def evaluate(model: nn.Module, inputs: ModelInputs, slots: int, keys: DropoutKeys | None):
+    """Scores of a micro-batch's targets in `slots` places, and their objectives: int64 [slots], -1 where unused."""
+    positions = target_positions(inputs.labels, slots)
     logits = model(inputs.input_ids, inputs.document_ids, inputs.causal, positions, keys)
     labels = inputs.labels.flatten()[positions]
-    causal = inputs.causal[torch.div(positions, inputs.labels.shape[1], rounding_mode="floor")]
-    return target_scores(logits, labels), causal
+    used = torch.arange(slots, device=labels.device) < (inputs.labels != IGNORE_INDEX).sum()
+    objective = inputs.causal[torch.div(positions, inputs.labels.shape[1], rounding_mode="floor")].long()
+    return target_scores(logits, labels.where(used, 0)), objective.where(used, -1)
 
 
 def training_loss(
-    model: nn.Module, batch: RowBatch, options: MaskingOptions, weights: LossWeights, z_loss_weight: float, step_key
+    model: nn.Module,
+    batch: RowBatch,
+    options: MaskingOptions,
+    per_target: tuple[torch.Tensor | float, torch.Tensor | float],
+    z_loss_weight: float,
+    step_key: torch.Tensor,
+    slots: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, ModelInputs]:
     """A micro-batch's part of the global batch's loss, its sums [2, 4], and the inputs it was computed on.
 
+    per_target: LossWeights.per_target. slots: places for targets in the head, as many as there are if None.
     Parts of all micro-batches and ranks add up to the loss of the global batch, and so do their gradients. A
     micro-batch without targets contributes zero.
     """
     inputs = batch.inputs(options)
-    scores, causal = evaluate(model, inputs, int(batch.targets.sum()), dropout_keys(batch, step_key))
-    weight = torch.where(causal, weights.per_target[CAUSAL], weights.per_target[MASKED])
+    slots = int(batch.targets.sum()) if slots is None else slots
+    scores, objective = evaluate(model, inputs, slots, dropout_keys(batch, step_key))
+    weight = (objective == MASKED) * per_target[MASKED] + (objective == CAUSAL) * per_target[CAUSAL]
     loss = (weight * (scores[0] + z_loss_weight * scores[1])).sum()
-    return loss, sums_by_objective(scores, causal), inputs
+    return loss, sums_by_objective(scores, objective), inputs

@@ -44,7 +44,10 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, without waiting for the device."""
+        """Update every parameter that has a gradient, without waiting for the device.
+
+        On CUDA training takes these steps by ops/fused_lamb.py instead (see training/update.py).
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -56,13 +59,20 @@ class Lamb(torch.optim.Optimizer):
                 self._update(parameters, group)
         return loss
 
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
+    def moments(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """First and second moments of `parameters`; those of a parameter that never took a step are zeros."""
         for parameter in parameters:
             if not self.state[parameter]:
-                self.state[parameter] = {name: torch.zeros_like(parameter) for name in _MOMENTS}
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+                self.state[parameter] = {
+                    name: torch.zeros_like(parameter, memory_format=torch.contiguous_format) for name in _MOMENTS
+                }
         first, second = ([self.state[parameter][name] for parameter in parameters] for name in _MOMENTS)
+        return first, second
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        first, second = self.moments(parameters)
         torch._foreach_lerp_(first, gradients, 1 - beta1)
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)

@@ -32,6 +32,8 @@ from training.checkpoint import Checkpoint, CheckpointError, clean, find_newest,
 from training.checkpoint_names import list_checkpoints
 from training.config import ConfigError, TrainingConfig, differences
 from training.distributed import World
+from training.minimal_pairs import PairScorer, read_pair_sets
+from training.sentence_scores import SpecialIds
 
 _ROOT = Path(__file__).resolve().parent.parent
 _VOCABULARY_PADDING = 128  # a vocabulary rounded up to a multiple of this is no mistake
@@ -49,6 +51,7 @@ class Inputs:
     plan: DataPlan
     builder: BatchBuilder
     data_identity: str
+    pairs: PairScorer | None = None
 
 
 def _special_id(tokenizer: Tokenizer, token: str, config: TrainingConfig) -> int:
@@ -131,9 +134,13 @@ def read_inputs(config: TrainingConfig) -> Inputs:
             f"--global_batch_size is {config.global_batch_size}, which leaves a step without rows once "
             f"--batch_reduction ({config.batch_reduction:g}) and longer rows have divided it; raise it or lower those"
         )
-    return Inputs(
-        config, model_config, text, corpus, held_out, plan, BatchBuilder(corpus, plan, options), corpus.identity()
-    )
+    pairs = None
+    if config.evaluate_data:
+        tokenizer.encode_special_tokens = True  # "</s>" in a text is text
+        special = SpecialIds(options.bos_id, eos, options.pad_id, options.mask_id)
+        pairs = PairScorer(read_pair_sets([config.evaluate_data], "--evaluate_data"), tokenizer, special)
+    builder = BatchBuilder(corpus, plan, options)
+    return Inputs(config, model_config, text, corpus, held_out, plan, builder, corpus.identity(), pairs)
 
 
 def check_world(inputs: Inputs, world_size: int) -> str:

@@ -18,12 +18,13 @@ from data.plan import CAUSAL, MASKED, OBJECTIVES
 from model import LTGBert
 from training.distributed import World
 from training.ema import Ema
-from training.objective import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights, training_loss
-from training.optimizers import clip_gradients
+from training.micro_step import MicroSteps
+from training.objective import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
 from training.parallel import synchronise_only
 from training.schedules import learning_rate
 from training.setup import Inputs
 from training.summary import flops_per_token, peak_flops, target_share
+from training.update import WeightUpdate
 
 
 class NonFiniteError(RuntimeError):
@@ -39,13 +40,16 @@ class TrainState:
     forward: nn.Module
     optimizer: torch.optim.Optimizer
     ema: Ema
+    update: WeightUpdate
+    micro_steps: MicroSteps
 
 
 @dataclass(frozen=True)
 class PendingStep:
     """A step whose numbers may still be on their way from the device.
 
-    local_sums: [2, 4] of this rank alone, to find out which rank a bad value comes from.
+    sums, grad_norm, fingerprint, extra: on the host, in memory that the device fills; to be read after `finished`.
+    local_sums: [2, 4] of this rank alone, on the device, to find out which rank a bad value comes from.
     """
 
     facts: dict[str, Any]
@@ -76,24 +80,18 @@ def train_step(
     config, plan, step = inputs.config, inputs.plan, batch.plan.step
     rows = (batch.plan.masked_rows, batch.plan.rows - batch.plan.masked_rows)
     weights = loss_weights(rows, targets, config.token_weighted_loss)
-    step_key = torch.full(
-        (), signed(plan.step_key(step)), device=world.device
-    )  # filled there: torch.tensor() would wait
-    sums = torch.zeros(2, 4, dtype=torch.float64, device=world.device)
     prints = torch.zeros((), dtype=torch.int64, device=world.device) if config.data_fingerprint else None
 
+    run = state.micro_steps
+    run.begin(signed(plan.step_key(step)), weights.per_target)
     micro_batches = list(batch.micro_batches(world.device))
     for number, micro_batch in enumerate(micro_batches):
-        with synchronise_only(state.forward, last=number == len(micro_batches) - 1):
-            with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=bool(config.mixed_precision)):
-                loss, part, model_inputs = training_loss(
-                    state.forward, micro_batch, inputs.builder.options, weights, config.z_loss_weight, step_key
-                )
-            with world.collective("the sum of gradients"):
-                loss.backward()
-        sums += part
-        if prints is not None:
+        last = number == len(micro_batches) - 1
+        with synchronise_only(state.forward, last), world.collective("the sum of gradients"):
+            model_inputs = run(micro_batch)
+        if prints is not None and model_inputs is not None:
             prints += fingerprint(model_inputs, micro_batch.row_keys)
+    sums = run.sums.clone()
 
     done = step + 1
     wants_stats = config.log_stats_every and done % config.log_stats_every == 0
@@ -103,11 +101,9 @@ def train_step(
     )
     for group in state.optimizer.param_groups:
         group["lr"] = rate
-    parameters = [p for p in state.model.parameters() if p.grad is not None]
-    grad_norm = clip_gradients(parameters, config.max_gradient or float("inf"))
-    state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=world.size == 1)  # DDP's gradients are views of its buckets: keep them
-    state.ema.update(state.model)
+    grad_norm = state.update()
+    # DDP's gradients are views of its buckets, and CUDA graphs know them by their place: keep them.
+    state.optimizer.zero_grad(set_to_none=world.size == 1 and not run.records)
     state.step = done
 
     local_sums = sums.clone()
@@ -124,9 +120,17 @@ def train_step(
     if world.device.type == "cuda":
         facts["stats/peak_memory_gib"] = torch.cuda.max_memory_allocated(world.device) / 2**30
     if prints is not None:
-        world.sum(prints, "the sum of fingerprints")
-    sums, finished = world.sum(sums, "the sum of losses"), _now(world.device)
+        prints = _to_host(world.sum(prints, "the sum of fingerprints"))
+    sums, grad_norm = _to_host(world.sum(sums, "the sum of losses")), _to_host(grad_norm)
+    extra = {name: _to_host(value) for name, value in extra.items()}
+    finished = _now(world.device)  # after the copies, which are read once it has passed
     return PendingStep(facts, weights.share, sums, local_sums, grad_norm, prints, extra, batch.plan.tokens, finished)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in page-locked memory, under way. Reading a tensor on the device would wait for all that is queued there,
+    the next step included."""
+    return tensor.to("cpu", non_blocking=True)
 
 
 _ROLES = {  # by a part of the parameter's name

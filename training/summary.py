@@ -82,6 +82,14 @@ def _batch_line(inputs: Inputs, step: int, world: World) -> str:
     )
 
 
+def _pairs_line(inputs: Inputs) -> str:
+    if inputs.pairs is None:
+        return "none (--evaluate_data)"
+    every = inputs.config.evaluate_every
+    counts = ", ".join(f"{each.name} {len(each.pairs):,}" for each in inputs.pairs.sets)
+    return f"{counts}; {f'every {every} steps' if every else 'at the end'}"
+
+
 def describe(inputs: Inputs, world: World, split: str, parameters: int, mixed_precision: bool, start_step: int) -> str:
     """The start-up block."""
     config, plan, corpus, model = inputs.config, inputs.plan, inputs.corpus, inputs.model_config
@@ -109,6 +117,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, mixed_pr
         "validation": f"{held_out.used_rows:,} of {held_out.total_rows:,} rows of {held_out.seq_length}"
         if held_out
         else "none (--valid_path)",
+        "minimal pairs": _pairs_line(inputs),
         "objective": f"{ratio} of rows masked, masks {config.mask_p_start:g} -> {config.mask_p_end:g}, split {split}",
         "batch, start": _batch_line(inputs, 0, world),
         "batch, end": _batch_line(inputs, last, world),

@@ -29,8 +29,8 @@ def validate(
         for batch in held_out.batches(objective, world.rank, world.size, rows):
             inputs = batch.to(world.device).inputs(held_out.options)
             with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=autocast):
-                scores, causal = evaluate(model, inputs, int(batch.targets.sum()), None)
-            sums += sums_by_objective(scores, causal)
+                scores, which = evaluate(model, inputs, int(batch.targets.sum()), None)
+            sums += sums_by_objective(scores, which)
     model.train(was_training)
     metrics = {}
     for name, (loss, _, correct, count) in zip(OBJECTIVES, world.sum(sums).tolist(), strict=True):

@@ -1,0 +1,58 @@
+"""What benchmarks on a GPU share: timing by events, and the facts that go with the figures."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def times_of(function: Callable[[], Any], repetitions: int, warm_up: int = 3) -> list[float]:
+    """Milliseconds on the device of each of `repetitions` calls, queued behind other work: no launch is timed."""
+    for _ in range(warm_up):
+        function()
+    times = []
+    for _ in range(repetitions):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(1_000_000)  # about half a millisecond, in which the call is queued
+        start.record()
+        function()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in times]
+
+
+def time_of(function: Callable[[], Any], repetitions: int) -> float:
+    """Median milliseconds of one call."""
+    return statistics.median(times_of(function, repetitions))
+
+
+def commit() -> str:
+    """The repository's commit, with "+" where files differ from it; empty without git."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(_ROOT), "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
+
+
+def environment() -> dict[str, Any]:
+    """Device, versions and commit."""
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "devices": torch.cuda.device_count(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "commit": commit(),
+    }

@@ -1,0 +1,140 @@
+"""Clipping, the optimizer's step and the average of the weights: the fused kernels beside the calls that they replace.
+
+    python benchmarks/optimizer.py [--config configs/base.json] [--output optimizer.json]
+
+Every method works on the parameters of one model in the same process: random weights and gradients, a norm that is
+clipped, three steps to warm up. Times are medians by CUDA events, each from a device queue that is not empty. "in
+buckets" has gradients where DistributedDataParallel has them, most of them at no multiple of 16 bytes. The floor is the
+traffic of the fused passes at the rate of a large copy in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+from torch import nn
+
+from benchmarks.measuring import environment, times_of
+from model import ModelConfig
+from model_extra import build_model
+from training.ema import Ema
+from training.optimizers import make_optimizer
+from training.update import WeightUpdate
+
+_ROOT = Path(__file__).resolve().parent.parent
+_BYTES = 52  # an element of the fused passes: g; g m v w -> m v; m v w a -> w a
+
+
+@contextmanager
+def switched(on: bool) -> Iterator[None]:
+    """Environment in which `WeightUpdate` takes the kernels or does not."""
+    before = os.environ.get("HYBRID_FUSED_OPTIMIZER")
+    os.environ["HYBRID_FUSED_OPTIMIZER"] = str(int(on))
+    try:
+        yield
+    finally:
+        os.environ.pop("HYBRID_FUSED_OPTIMIZER")
+        if before is not None:
+            os.environ["HYBRID_FUSED_OPTIMIZER"] = before
+
+
+def set_gradients(model: nn.Module, buckets: bool) -> None:
+    """Random gradients; with `buckets` as views of one allocation, from the last parameter to the first."""
+    parameters = list(model.parameters())
+    if not buckets:
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        return
+    flat = torch.randn(sum(parameter.numel() for parameter in parameters), device=parameters[0].device)
+    place = 0
+    for parameter in reversed(parameters):
+        parameter.grad = flat[place : place + parameter.numel()].view_as(parameter)
+        place += parameter.numel()
+
+
+def make(config: ModelConfig, optimizer: str, fused: bool, buckets: bool) -> WeightUpdate:
+    """A model of its own with gradients, and its update."""
+    model = build_model(config).cuda()
+    set_gradients(model, buckets)
+    settings = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
+    with switched(fused):
+        return WeightUpdate(model, make_optimizer(model, optimizer, **settings), Ema(model, 0.999), max_norm=2.0)
+
+
+def copy_rate() -> float:
+    """Bytes read and written a second by a copy of 4 GB on the device."""
+    source = torch.empty(2**30, device="cuda").normal_()
+    target = torch.empty_like(source)
+    return 8 * 2**30 / (statistics.median(times_of(lambda: target.copy_(source), 10)) / 1000)
+
+
+def host_milliseconds(function: Callable[[], Any]) -> float:
+    """Median time for which a call keeps the host."""
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--config", default=str(_ROOT / "configs/base.json"), help="model configuration")
+    parser.add_argument("--repetitions", type=int, default=50, help="of each measurement (default: 50)")
+    parser.add_argument("--output", default="", help="JSON file for the results")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: no CUDA device to measure", file=sys.stderr)
+        return 2
+    config = ModelConfig.from_json(options.config)
+    methods = [
+        ("LAMB, fused", "lamb", True, False),
+        ("LAMB, fused, in buckets", "lamb", True, True),
+        ("LAMB, separate calls (twin)", "lamb", False, False),
+        ("AdamW of torch, fused, with clipping and average", "adamw", False, False),
+        ("AdamW of torch, fused, its step alone", "adamw", False, False),
+    ]
+    rate, results, parameters = copy_rate(), [], 0
+    for name, optimizer, fused, buckets in methods:
+        update = make(config, optimizer, fused, buckets)
+        if fused != (update._fused is not None):
+            print("error: the fused kernels cannot run on this device", file=sys.stderr)
+            return 2
+        call: Callable[[], Any] = update.optimizer.step if name.endswith("alone") else update
+        parameters = sum(parameter.numel() for parameter in update.model.parameters())
+        times, host = times_of(call, options.repetitions), host_milliseconds(call)
+        case = {"method": name, "ms": statistics.median(times), "fastest": min(times), "slowest": max(times)}
+        results.append({**case, "host_ms": host})
+        print(
+            f"{name:<50} {case['ms']:7.3f} ms ({case['fastest']:.3f} - {case['slowest']:.3f}), host {host:.2f} ms",
+            flush=True,
+        )
+        del update, call
+        torch.cuda.empty_cache()
+    floor = 1000 * _BYTES * parameters / rate
+    print(f"{parameters:,} parameters; {_BYTES} bytes each at {rate / 1e12:.2f} TB/s (copy): {floor:.3f} ms")
+    if options.output:
+        facts = {"parameters": parameters, "copy_bytes_per_second": rate, "floor_ms": floor}
+        contents = {"environment": environment(), "settings": vars(options), **facts, "results": results}
+        Path(options.output).write_text(json.dumps(contents, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Tokens per second of one GPU and of all of them, each with the same work: how well training scales on one machine.
+
+    python benchmarks/scaling.py [--config configs/base.json] [--split rows ranks] [--allreduce_dtype float32 bfloat16]
+
+One GPU runs train_single_gpu.py, all of them torchrun and train_multi_gpu.py, on synthetic shards, with the same
+micro-batches and as many of them a step and GPU; of N ranks' rows (N - 1) / N are masked, for one GPU too, so that
+the objectives can be split by ranks. Prints the median over the steps after `--skip`, and the efficiency: the rate of N
+GPUs over N times that of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+
+from benchmarks.measuring import environment
+from benchmarks.synthetic import write_inputs
+from model import ModelConfig
+from training.metrics import read_metrics
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_case(inputs: Path, options: argparse.Namespace, ranks: int, accumulation: int, extra: list[str]) -> dict:
+    """One run on `ranks` GPUs; returns its rates. Raises RuntimeError with the run's output where it fails."""
+    rows = options.tokens // options.seq_length
+    name = "_".join([str(ranks), str(accumulation), *(flag.strip("-").replace("=", "_") for flag in extra)])
+    script = "train_single_gpu.py" if ranks == 1 else "train_multi_gpu.py"
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [
+        *launcher,
+        str(_ROOT / script),
+        f"--train_path={inputs / 'train.shard'}",
+        f"--config_file={options.config}",
+        f"--tokenizer_path={inputs / 'tokenizer.json'}",
+        f"--output_dir={inputs / 'runs'}",
+        f"--name={name}",
+        f"--seq_length={options.seq_length}",
+        f"--local_batch_size={rows}",
+        f"--global_batch_size={rows * accumulation * ranks}",
+        f"--hybrid_numerator={max(1, options.ranks - 1)}",
+        f"--hybrid_denominator={options.ranks}",
+        f"--max_steps={options.steps}",
+        "--length_milestones=",
+        "--batch_reduction=1",
+        "--save_every=0",
+        "--validate_every=0",
+        "--wandb_mode=disabled",
+        f"--device={options.device}",
+        *extra,
+    ]
+    visible = {"CUDA_VISIBLE_DEVICES": "0"} if ranks == 1 and options.device != "cpu" else {}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **visible})
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    lines = [line for line in read_metrics(inputs / "runs" / name / "metrics.jsonl") if line["step"] > options.skip]
+    step_tokens = rows * accumulation * ranks * options.seq_length
+    rates = [line["stats/tokens_per_second"] for line in lines]
+    return {
+        "ranks": ranks,
+        "accumulation": accumulation,
+        "flags": extra,
+        "tokens_per_second": statistics.median(rates),
+        "slowest": min(rates),
+        "fastest": max(rates),
+        "step_ms": 1000 * step_tokens / statistics.median(rates),
+        "peak_memory_gib": max(line.get("stats/peak_memory_gib", 0.0) for line in lines),
+        "loader_wait_share": statistics.median(
+            line["stats/loader_wait_seconds"] * line["stats/tokens_per_second"] / step_tokens for line in lines
+        ),
+        "last_loss": lines[-1]["train/loss"],
+    }
+
+
+def show(case: dict[str, Any]) -> None:
+    """A line of the table."""
+    efficiency = f"  efficiency {case['efficiency']:.1%}" if "efficiency" in case else ""
+    print(
+        f"{case['ranks']} x  {case['accumulation']} micro-batches  {' '.join(case['flags']):<50} "
+        f"{case['tokens_per_second']:>11,.0f} tok/s ({case['slowest']:,.0f} - {case['fastest']:,.0f})  "
+        f"{case['step_ms']:.1f} ms{efficiency}  waiting for data {case['loader_wait_share']:.1%}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--config", default=str(_ROOT / "configs/base.json"), help="model configuration")
+    parser.add_argument("--seq_length", type=int, default=128, help="row length in tokens (default: 128)")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens per micro-batch and GPU (default: 32768)")
+    parser.add_argument(
+        "--accumulation", type=int, nargs="+", default=[4], help="micro-batches per step and GPU (default: 4)"
+    )
+    parser.add_argument("--steps", type=int, default=30, help="steps per case (default: 30)")
+    parser.add_argument("--skip", type=int, default=10, help="steps not counted (default: 10)")
+    parser.add_argument("--ranks", type=int, default=0, help="GPUs to use (default: all that are visible)")
+    parser.add_argument("--split", nargs="+", default=["rows"], choices=["rows", "ranks"], help="--hybrid_split")
+    parser.add_argument(
+        "--allreduce_dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"], help="of gradients"
+    )
+    parser.add_argument("--device", default="auto", help="as for the training scripts")
+    parser.add_argument("--output", default="", help="JSON file for the results")
+    options = parser.parse_args()
+    options.ranks = options.ranks or torch.cuda.device_count()
+    if options.ranks < 2:
+        print(f"error: --ranks is {options.ranks}; scaling takes at least 2 GPUs", file=sys.stderr)
+        return 2
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = write_inputs(Path(folder), ModelConfig.from_json(options.config).vocab_size, 20_000_000)
+        for accumulation in options.accumulation:
+            alone = run_case(inputs, options, 1, accumulation, [])
+            show(alone)
+            results.append(alone)
+            for split, dtype in itertools.product(options.split, options.allreduce_dtype):
+                flags = [f"--hybrid_split={split}", f"--allreduce_dtype={dtype}"]
+                case = run_case(inputs, options, options.ranks, accumulation, flags)
+                case["efficiency"] = case["tokens_per_second"] / (options.ranks * alone["tokens_per_second"])
+                show(case)
+                results.append(case)
+    if options.output:
+        contents = {"environment": environment(), "settings": vars(options), "results": results}
+        Path(options.output).write_text(json.dumps(contents, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""CUDA C++ compiled at run time by NVRTC, which torch's CUDA wheels bring along, kept on disk, launched by the driver.
+
+A kernel here takes one argument, a ctypes structure whose fields are those of `struct Params` in its source, and runs
+on one row of blocks. Nothing waits for the device except making a `Module`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+
+class Module:
+    """The kernels of one source, compiled and loaded on one device.
+
+    Raises OSError where NVRTC or the driver is missing, RuntimeError where one of them refuses, and AttributeError
+    where it is too old for a function that is needed.
+    """
+
+    def __init__(self, source: Path, options: Sequence[str], device: int) -> None:
+        """options: of NVRTC, such as "-DNAME=1". device: number of the CUDA device."""
+        self.name, self.driver = source.name, _driver()
+        self.context = ctypes.c_void_p()  # torch's: the runtime's primary context
+        self._check(self.driver.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device))
+        self.properties = torch.cuda.get_device_properties(device)
+        with torch.cuda.device(device):
+            self._bind()
+            image = compiled(source, architecture(self.properties.major, self.properties.minor), options)
+            self.module = ctypes.c_void_p()
+            self._check(self.driver.cuModuleLoadData(ctypes.byref(self.module), image))
+        self.functions: dict[str, ctypes.c_void_p] = {}
+
+    def function(self, name: str) -> ctypes.c_void_p:
+        """The driver's handle of the kernel `name`."""
+        if name not in self.functions:
+            function = ctypes.c_void_p()
+            self._bind()
+            self._check(self.driver.cuModuleGetFunction(ctypes.byref(function), self.module, name.encode()))
+            self.functions[name] = function
+        return self.functions[name]
+
+    def use_shared_memory(self, name: str, size: int) -> None:
+        """Let kernel `name` take `size` bytes of dynamic shared memory, and prefer that to first-level cache."""
+        self._check(self.driver.cuFuncSetAttribute(self.function(name), 8, size))  # MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self._check(self.driver.cuFuncSetAttribute(self.function(name), 9, 100))  # PREFERRED_SHARED_MEMORY_CARVEOUT
+
+    def blocks_at_once(self, name: str, threads: int, shared: int = 0) -> int:
+        """Blocks of kernel `name` that the device runs at the same time."""
+        count = ctypes.c_int()
+        function = self.function(name)
+        self._check(
+            self.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(count), function, threads, ctypes.c_size_t(shared)
+            )
+        )
+        return count.value * self.properties.multi_processor_count
+
+    def launch(
+        self, name: str, blocks: int, threads: int, params: ctypes.Structure, stream: int, shared: int = 0
+    ) -> None:
+        """Queue kernel `name` on a stream of the current device. Raises RuntimeError where the driver refuses."""
+        self._bind()
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        sizes = (blocks, 1, 1, threads, 1, 1, shared)
+        self._check(self.driver.cuLaunchKernel(self.function(name), *sizes, ctypes.c_void_p(stream), pointers, None))
+
+    def _bind(self) -> None:
+        """Make the context current in a thread that has none yet, as autograd's may."""
+        current = ctypes.c_void_p()
+        self._check(self.driver.cuCtxGetCurrent(ctypes.byref(current)))
+        if not current.value:
+            self._check(self.driver.cuCtxSetCurrent(self.context))
+
+    def _check(self, status: int) -> None:
+        if status:
+            message = ctypes.c_char_p()
+            self.driver.cuGetErrorString(status, ctypes.byref(message))
+            raise RuntimeError(f"{self.name}: CUDA error {status} ({(message.value or b'unknown').decode()})")
+
+
+# Compiling
+
+
+def architecture(major: int, minor: int) -> str:
+    """Target of NVRTC; the "a" allows Hopper's own instructions."""
+    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: $HYBRID_KERNEL_CACHE, or hybrid-bert-kernels in the user's cache folder."""
+    chosen = os.environ.get("HYBRID_KERNEL_CACHE")
+    return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid-bert-kernels")
+
+
+def compiled(source: Path, target: str, options: Sequence[str]) -> bytes:
+    """Machine code of a source for one target, from the cache folder where it is there. Raises RuntimeError."""
+    text = source.read_bytes()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    options = [f"--gpu-architecture={target}", "-std=c++17", *options]
+    key = hashlib.sha256(b"\0".join([text, f"{major.value}.{minor.value}".encode(), *(o.encode() for o in options)]))
+    path = cache_folder() / f"{key.hexdigest()[:32]}.cubin"
+    with contextlib.suppress(OSError):
+        return path.read_bytes()
+    image = _compile(source, text, options)
+    # A cache that cannot be written costs seconds at each start and nothing else.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(image)
+        os.replace(file.name, path)  # several processes may do this at once
+    return image
+
+
+def _compile(source: Path, text: bytes, options: Sequence[str]) -> bytes:
+    nvrtc = _nvrtc()
+    program = ctypes.c_void_p()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.name.encode(), 0, None, None)
+    arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    status = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
+    if status:
+        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        raise RuntimeError(f"NVRTC could not compile {source} (status {status}):\n{log.decode(errors='replace')}")
+    image = _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return image
+
+
+def _text(size_of: Callable[..., int], get: Callable[..., int], program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    size_of(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    get(program, buffer)
+    return buffer.raw
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    """The CUDA driver. Raises OSError where there is none."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    """NVRTC of torch's CUDA version. Raises OSError where there is none."""
+    version = (torch.version.cuda or "").split(".")[0]
+    name = f"libnvrtc.so.{version}"
+    # torch's wheels bring NVRTC as a package beside torch; other builds find it as the system does.
+    beside_torch = sorted(Path(torch.__file__).parent.parent.glob(f"nvidia/*/lib/{name}*"))
+    for place in [name, *map(str, beside_torch)]:
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(place)
+    raise OSError(f"{name} is neither beside torch nor on the system's library path")

@@ -1,0 +1,317 @@
+"""Clipping, optimizer and average as one operation: the fused kernels beside their twin and the definition."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from runs import flags, make_inputs
+from torch import nn
+
+from data.loader import Loader
+from ops import fused_lamb
+from ops.fused_lamb import FusedLamb, Settings, Tensors, chunk_table
+from training.config import parse_config
+from training.distributed import single_world
+from training.ema import Ema
+from training.loop import make_state, resolve_device_defaults
+from training.optimizers import load_named_state, make_optimizer, named_state
+from training.setup import read_inputs
+from training.step import StepLog, agree, train_step
+from training.update import WeightUpdate
+
+BETAS, EPS, DECAY, EMA_DECAY = (0.9, 0.98), 1e-8, 0.1, 0.9
+SIZES = (1, 3, 4, 255, 1024, 4095, 4096, 4097, 70001, 8192, 6)  # chunks have 4096
+
+
+class Plain(nn.Module):
+    """Parameters of given sizes, every third of them one that does not decay; the second all zeros."""
+
+    def __init__(self, sizes=SIZES, device="cpu", shift: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for number, size in enumerate(sizes):
+            values = torch.randn(size, generator=generator) * (0 if number == 1 else 1 + number)
+            # shift: so many elements from where an allocation begins
+            place = torch.empty(size + shift, device=device)[shift:].copy_(values)
+            self.register_parameter(f"{'bias' if number % 3 == 2 else 'weight'}{number}", nn.Parameter(place))
+
+
+def gradients(sizes, step: int, scale: float = 1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [
+        torch.randn(size, generator=generator) * scale * (0 if number == 3 else 1) for number, size in enumerate(sizes)
+    ]
+
+
+def give(model: nn.Module, values: list[torch.Tensor], bucket: bool) -> None:
+    """Set gradients; in a bucket they are views of one allocation, one element apart."""
+    parameters = list(model.parameters())
+    if not bucket:
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.grad = value.to(parameter.device)
+        return
+    flat = torch.empty(sum(map(len, values)) + len(values), device=parameters[0].device)
+    place = 0
+    for parameter, value in zip(parameters, values, strict=True):
+        place += 1
+        parameter.grad = flat[place : place + len(value)].copy_(value)
+        place += len(value)
+
+
+def make_update(model: nn.Module, max_norm: float, name: str = "lamb") -> WeightUpdate:
+    optimizer = make_optimizer(model, name, lr=0.02, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    return WeightUpdate(model, optimizer, Ema(model, EMA_DECAY), max_norm)
+
+
+def state_of(update: WeightUpdate) -> dict[str, torch.Tensor]:
+    """Weights, moments and averages by name, copies on the CPU."""
+    parts = {f"weight/{name}": parameter.detach() for name, parameter in update.model.named_parameters()}
+    parts |= {f"average/{name}": average for name, average in update.ema.state_dict().items()}
+    parts |= named_state(update.optimizer, update.model)
+    return {name: tensor.cpu().clone() for name, tensor in parts.items()}
+
+
+def by_definition(steps: int, max_norm: float) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The same state and the norms after `steps`, in float64 from the formulas."""
+    model = Plain()
+    names = [name for name, _ in model.named_parameters()]
+    weights = [parameter.detach().double() for parameter in model.parameters()]
+    averages = [weight.clone() for weight in weights]
+    first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
+    norms = []
+    for step in range(1, steps + 1):
+        values = [value.double() for value in gradients(SIZES, step)]
+        norms.append(math.sqrt(sum(float(value.square().sum()) for value in values)))
+        clip = min(1.0, max_norm / (norms[-1] + 1e-6))
+        for k, (name, value) in enumerate(zip(names, values, strict=True)):
+            first[k] = BETAS[0] * first[k] + (1 - BETAS[0]) * clip * value
+            second[k] = BETAS[1] * second[k] + (1 - BETAS[1]) * (clip * value) ** 2
+            u = (first[k] / (1 - BETAS[0] ** step)) / ((second[k] / (1 - BETAS[1] ** step)).sqrt() + EPS)
+            trust = 1.0
+            if "bias" not in name:
+                u += DECAY * weights[k]
+                if u.norm() > 0 and weights[k].norm() > 0:
+                    trust = float(weights[k].norm() / u.norm())
+            weights[k] = weights[k] - 0.02 * trust * u
+            averages[k] = EMA_DECAY * averages[k] + (1 - EMA_DECAY) * weights[k]
+    state = {}
+    for part, tensors in {"weight": weights, "average": averages, "exp_avg": first, "exp_avg_sq": second}.items():
+        state |= {f"{part}/{name}": tensor for name, tensor in zip(names, tensors, strict=True)}
+    return state, norms
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def run(update: WeightUpdate, steps: range, bucket: bool = False) -> list[float]:
+    """Steps with the same gradients wherever they are made; returns the norms."""
+    norms = []
+    for step in steps:
+        give(update.model, gradients(SIZES, step), bucket)
+        norms.append(float(update()))
+    return norms
+
+
+@given(st.lists(st.integers(0, 60000), min_size=1, max_size=12))
+def test_chunks_cover_every_element_once(sizes: list[int]):
+    chunks, spans = chunk_table(sizes)
+    assert chunks.dtype == spans.dtype == torch.int32
+    done = [[0] * -(-size // 4096) for size in sizes]
+    for owner, number in chunks.tolist():
+        done[owner][number] += 1
+    assert all(count == 1 for counts in done for count in counts)
+    for tensor, (first, count) in enumerate(spans.tolist()):
+        assert chunks[first : first + count, 0].tolist() == [tensor] * count
+        assert chunks[first : first + count, 1].tolist() == list(range(count))
+
+
+def test_sizes_are_those_of_the_source():
+    source = (Path(fused_lamb.__file__).parent / "cuda" / "lamb.cu").read_text()
+    assert f"constexpr int THREADS = {fused_lamb._THREADS};" in source
+    assert f"constexpr int CHUNK = {fused_lamb._CHUNK};" in source
+
+
+@pytest.mark.parametrize("max_norm", [math.inf, 0.5])
+def test_without_kernels_it_is_the_definition(max_norm: float):
+    update = make_update(Plain(), max_norm)
+    norms = run(update, range(1, 5))
+    expected, expected_norms = by_definition(4, max_norm)
+    assert norms == pytest.approx(expected_norms, rel=1e-6)
+    for name, tensor in state_of(update).items():
+        assert error(tensor, expected[name]) < 3e-6, name
+
+
+def leave_one_out(update: WeightUpdate) -> None:
+    """Steps in which one parameter gets no gradient: it stays, and its average comes closer to it."""
+    left, average = update.model.weight4, update.ema.state_dict()["weight4"]  # type: ignore[union-attr]
+    run(update, range(1, 2))
+    with torch.no_grad():
+        average.zero_()
+    before = left.detach().clone()  # type: ignore[union-attr]
+    for step in (2, 3):
+        give(update.model, gradients(SIZES, step), bucket=False)
+        left.grad = None  # type: ignore[union-attr]
+        update()
+    assert torch.equal(left, before)  # type: ignore[arg-type]
+    torch.testing.assert_close(average, before * (1 - EMA_DECAY**2))
+
+
+def test_a_parameter_without_gradient():
+    leave_one_out(make_update(Plain(), 1.0))
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_norm", [math.inf, 0.5])
+@pytest.mark.parametrize(("bucket", "shift"), [(False, 0), (True, 0), (True, 1)])
+def test_kernels_are_the_definition(max_norm: float, bucket: bool, shift: int):
+    """Also with gradients, and with weights, that begin at no multiple of 16 bytes."""
+    update, twin = make_update(Plain(device="cuda", shift=shift), max_norm), make_update(Plain(), max_norm)
+    assert update._fused is not None
+    assert twin._fused is None
+    norms = run(update, range(1, 5), bucket)
+    run(twin, range(1, 5))
+    expected, expected_norms = by_definition(4, max_norm)
+    assert norms == pytest.approx(expected_norms, rel=1e-6)
+    of_twin = state_of(twin)
+    for name, tensor in state_of(update).items():
+        assert error(tensor, expected[name]) < 3e-6, name
+        assert error(tensor, expected[name]) < 2 * error(of_twin[name], expected[name]) + 2e-7, name
+
+
+@pytest.mark.gpu
+def test_kernels_are_deterministic_and_read_no_leftovers():
+    states = []
+    for _ in range(2):
+        update = make_update(Plain(device="cuda"), 0.5)
+        run(update, range(1, 3))
+        assert update._fused is not None
+        for scratch in (update._fused._squares, update._fused._sums, update._fused._trust):
+            scratch.fill_(math.nan)
+        run(update, range(3, 5))
+        states.append(state_of(update))
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+@pytest.mark.gpu
+def test_kernels_and_twin_may_alternate(monkeypatch: pytest.MonkeyPatch):
+    """A run resumed from saved state, then on the other path: what follows differs by rounding alone."""
+    fused = make_update(Plain(device="cuda"), 0.5)
+    run(fused, range(1, 3))
+    saved = state_of(fused)
+    run(fused, range(3, 6))
+    expected = state_of(fused)
+    for switch in ("1", "0"):
+        monkeypatch.setenv("HYBRID_FUSED_OPTIMIZER", switch)
+        other = make_update(Plain(device="cuda"), 0.5)
+        assert (other._fused is None) == (switch == "0")
+        other.model.load_state_dict({k.split("/", 1)[1]: t for k, t in saved.items() if k.startswith("weight/")})
+        other.ema.load_state_dict({k.split("/", 1)[1]: t.cuda() for k, t in saved.items() if k.startswith("average/")})
+        moments = {k: t for k, t in saved.items() if k.startswith("exp_avg")}
+        load_named_state(other.optimizer, other.model, moments, 2)
+        run(other, range(3, 6))
+        for name, tensor in state_of(other).items():
+            if switch == "1":
+                assert torch.equal(tensor, expected[name]), name
+            else:
+                assert error(tensor, expected[name].double()) < 1e-6, name
+
+
+@pytest.mark.gpu
+def test_kernels_leave_a_parameter_without_gradient_alone():
+    leave_one_out(make_update(Plain(device="cuda"), 1.0))
+
+
+@pytest.mark.gpu
+def test_kernels_show_a_gradient_that_is_not_finite():
+    update = make_update(Plain(device="cuda"), 1.0)
+    give(update.model, gradients(SIZES, 1), bucket=False)
+    update.model.weight7.grad[-1] = math.nan  # type: ignore[union-attr,index]
+    assert math.isnan(float(update()))
+
+
+@pytest.mark.gpu
+def test_kernels_refuse_what_they_would_misread():
+    weight = torch.ones(4, device="cuda")
+
+    def call(gradient: torch.Tensor) -> None:
+        tensors = Tensors([weight], [gradient], [weight.clone()], [weight.clone()], [None])
+        FusedLamb()([(Settings(0.1, BETAS, EPS, DECAY, 1), tensors)], 1.0, 0.9)
+
+    call(weight.clone())
+    for wrong in (weight.double(), torch.ones(5, device="cuda"), torch.ones(8, device="cuda")[::2], torch.ones(4)):
+        with pytest.raises(ValueError, match="fused LAMB was given"):
+            call(wrong)
+
+
+@pytest.mark.gpu
+def test_gradients_that_do_not_fit_take_the_twin():
+    update = make_update(Plain((6,), device="cuda"), 1.0)
+    assert update._fused is not None
+    update.model.weight0.grad = torch.ones(12, device="cuda")[::2]  # type: ignore[union-attr]
+    before = update.model.weight0.detach().clone()  # type: ignore[union-attr]
+    assert float(update()) == pytest.approx(math.sqrt(6))
+    assert not torch.equal(update.model.weight0, before)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_adamw_keeps_its_own_step():
+    update = make_update(Plain(device="cuda"), 0.5, "adamw")
+    assert update._fused is None
+    twin = make_update(Plain(), 0.5, "adamw")
+    run(update, range(1, 4))
+    run(twin, range(1, 4))
+    expected = state_of(twin)
+    for name, tensor in state_of(update).items():
+        assert error(tensor, expected[name].double()) < 3e-6, name
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # importing torch's compiler, and running it, warns
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compile": False},
+        {"compile": False, "optimizer": "adamw", "mixed_precision": False},
+        {"length_milestones": "", "batch_reduction": 1},  # as by default on CUDA: compiled, in bfloat16
+    ],
+    ids=["eager", "adamw", "compiled"],
+)
+def test_a_normal_step_never_waits_for_the_device(tmp_path, options: dict):
+    """From the agreement to the log line of the step before, statistics and fingerprints included.
+
+    What StepLog may wait for is the event of the step before; `torch.cuda.Event.synchronize` is no error in this mode.
+    The first steps of a row length may wait: they make tables, and compile.
+    """
+    inputs = make_inputs(tmp_path / "inputs", hidden_size=64)  # heads of 32 features, as the attention kernels want
+    chosen = {"data_fingerprint": True, "log_stats_every": 2, "device": "cuda", **options}
+    config = parse_config(flags(inputs, tmp_path / "runs", "sync", **chosen), "")
+    world = single_world(config)
+    read = read_inputs(resolve_device_defaults(config, world.device))
+    state, log, records = make_state(read, world, None), StepLog(read, world), []
+    loader = Loader(
+        read.builder, rank=0, world_size=1, split="rows", local_batch_size=config.local_batch_size, pin_memory=True
+    )
+    done: dict[int, int] = {}
+    try:
+        for batch in loader:
+            length = batch.plan.seq_length
+            done[length] = done.get(length, 0) + 1
+            try:
+                torch.cuda.set_sync_debug_mode("error" if done[length] > 2 else "default")
+                targets, _ = agree(world, batch, wants_stop=False)
+                records += log.push(train_step(state, read, world, batch, targets))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    finally:
+        loader.close()
+    records += log.flush()
+    assert len(done) == (1 if "length_milestones" in options else 3)
+    assert [record["step"] for record in records] == list(range(1, config.max_steps + 1))
+    assert records[-1]["train/loss"] < records[0]["train/loss"] - 1
