@@ -7,18 +7,20 @@ The model predicts the *next* token under both objectives: output i scores token
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from model import ModelConfigError
+from evaluation.incremental import IncrementalReader, LanguageModel, RecomputingReader
+from model import LTGBert, ModelConfigError
 from training.checkpoint import CheckpointError, load_model
 from training.config import ConfigError
 from training.distributed import choose_device
@@ -28,14 +30,6 @@ NUM_SPECIAL_TOKENS = 16  # ids 0-15 are special in every vocabulary of this proj
 
 class UseError(ValueError):
     """The user asked for what a model cannot do; the message is one sentence with the flag and the remedy."""
-
-
-class LanguageModel(Protocol):
-    """The part of LTGBert that decoding uses."""
-
-    def encode(self, input_ids: Tensor, document_ids: Tensor, causal: bool, /) -> Tensor: ...
-
-    def predict(self, hidden: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,14 @@ class UsableModel:
         return number
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; what looks like a special token in it is plain text."""
+        """Return the ids of a text; what looks like a special token in it is plain text.
+
+        Raises UseError where the text came from bytes that are not UTF-8.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:  # Python keeps foreign bytes of the command line as lone surrogates
+            raise UseError(f"the text {text!r} is not UTF-8: convert it, for example with iconv.") from None
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
@@ -95,6 +96,20 @@ class UsableModel:
         row = torch.tensor([ids], dtype=torch.int64, device=self.device)
         hidden = self.model.encode(row, torch.zeros_like(row), causal)
         return self.model.predict(hidden[0, positions]).to("cpu", torch.float64)
+
+    @torch.inference_mode()
+    def reader(self, padding: list[int]) -> IncrementalReader | RecomputingReader:
+        """Return a reader of rows that begin with so many tokens of padding each."""
+        gaps = torch.tensor(padding, dtype=torch.int64, device=self.device)
+        if isinstance(self.model, LTGBert):
+            return IncrementalReader(self.model, gaps)
+        return RecomputingReader(self.model, gaps)
+
+    @torch.inference_mode()
+    def next_logits(self, reader: IncrementalReader | RecomputingReader, new: list[list[int]]) -> Tensor:
+        """Let the reader read the new tokens [B][n]; return the logits of those to come, float64 [B, V] on the CPU."""
+        hidden = reader.read(torch.tensor(new, dtype=torch.int64, device=self.device))
+        return self.model.predict(hidden).to("cpu", torch.float64)
 
 
 def candidates(logits: Tensor, forbidden: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -129,23 +144,42 @@ def special_ids(tokenizer: Tokenizer) -> set[int]:
     return marked | set(range(NUM_SPECIAL_TOKENS))
 
 
-def continuation(
-    usable: UsableModel, prompt: list[int], max_new_tokens: int, sampling: Sampling, generator: torch.Generator
-) -> Iterator[int]:
-    """Yield the tokens that follow `<s>` and the prompt, until `</s>` (which is not yielded) or max_new_tokens.
+def continuations(
+    usable: UsableModel,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    generators: Sequence[torch.Generator],
+) -> Iterator[tuple[int, int | None]]:
+    """Continue several prompts at once: yield (row, the next token of that row), in the order of rows, step by step.
 
-    Each token costs a pass over the whole row so far; the row may grow to any length.
+    Each row is `<s>`, its prompt and what it draws from its own generator, until `</s>` or max_new_tokens; (row, None)
+    says that it is finished. What a row draws does not depend on the others. A prompt is read once, and then each
+    token costs the model one token; rows may grow to any length.
     """
-    end = usable.token_id("</s>")
+    start, end = usable.token_id("<s>"), usable.token_id("</s>")
     forbidden = torch.tensor(sorted(special_ids(usable.tokenizer) - {end}), dtype=torch.int64)
-    row = [usable.token_id("<s>"), *prompt]
-    for _ in range(max_new_tokens):
-        logits = usable.logits(row, [len(row) - 1], causal=True)[0]
-        token = draw(*candidates(logits, forbidden, sampling), generator)
-        if token == end:
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    new = [[start] * (1 + gap) + prompt for gap, prompt in zip(padding, prompts, strict=True)]  # padding is never read
+    reader = usable.reader(padding)
+    rows = list(range(len(prompts)))
+    for number in range(1, max_new_tokens + 1):
+        logits, new, going = usable.next_logits(reader, new), [], []
+        for place, row in enumerate(rows):
+            token = draw(*candidates(logits[place], forbidden, sampling), generators[row])
+            if token != end:
+                yield row, token
+            if token == end or number == max_new_tokens:
+                yield row, None
+            else:
+                new.append([token])
+                going.append(place)
+        if not going:
             return
-        row.append(token)
-        yield token
+        if len(going) < len(rows):
+            reader.keep(torch.tensor(going, device=usable.device))
+            rows = [rows[place] for place in going]
 
 
 class TextStream:
@@ -174,7 +208,9 @@ class TextStream:
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that choose a model: MODEL, --ema and --device."""
-    parser.add_argument("model", metavar="MODEL", help="run folder (its newest checkpoint) or checkpoint folder")
+    parser.add_argument(
+        "model", metavar="MODEL", help="run folder (its newest checkpoint), checkpoint, or exported folder"
+    )
     parser.add_argument("--ema", action="store_true", help="use the averaged weights (default: the trained weights)")
     parser.add_argument(
         "--device",
@@ -195,23 +231,49 @@ def load(options: argparse.Namespace) -> UsableModel:
     return UsableModel(model, tokenizer, device)
 
 
-def read_lines(given: list[str], flag: str) -> Iterator[str]:
-    """Yield the texts given by a flag, or where there are none the lines of standard input that are not blank.
+def for_each_line(flag: str, use: Callable[[str], None]) -> None:
+    """Call `use` with each line of standard input that is not blank.
 
-    Raises UseError where there is no text at all.
+    In a terminal, lines are asked for and can be edited; a line that cannot be used is answered with one sentence, and
+    Ctrl-C stops an answer, not the program. Elsewhere raises UseError where there is no text, or what `use` raises.
     """
-    if given:
-        yield from given
-        return
-    if sys.stdin.isatty():
-        print(f"One text a line, Ctrl-D ends ({flag} TEXT gives them on the command line):", file=sys.stderr)
-    found = False
-    for line in sys.stdin:
-        if line.strip():
+    interactive, found = sys.stdin.isatty(), False
+    if interactive:
+        print(f"One text a line. Ctrl-C stops an answer, Ctrl-D ends ({flag} TEXT for scripts).", file=sys.stderr)
+    try:
+        for line in _asked() if interactive else sys.stdin:
+            if not line.strip():
+                continue
             found = True
-            yield line.rstrip("\r\n")
-    if not found:
+            try:
+                use(line.rstrip("\r\n"))
+            except (UseError, KeyboardInterrupt) as problem:
+                if not interactive:
+                    raise
+                print(f"\n{str(problem) or '(stopped)'}\n", file=sys.stderr)
+    except UnicodeDecodeError:
+        raise UseError("standard input is not UTF-8 text: convert it, for example with iconv.") from None
+    if not found and not interactive:
         raise UseError(f"there is no text: give {flag} TEXT, or one text a line on standard input.")
+
+
+def _asked() -> Iterator[str]:
+    """Lines typed in a terminal, until Ctrl-D."""
+    with contextlib.suppress(ImportError):  # not on every system; importing it is what lets input() edit lines
+        import readline  # noqa: F401
+    while True:
+        try:
+            if sys.stdout.isatty():
+                yield input("> ")
+            else:  # standard output is a file: it shall hold answers alone
+                print("> ", end="", file=sys.stderr, flush=True)
+                line = sys.stdin.readline()
+                if not line:
+                    raise EOFError
+                yield line
+        except EOFError:
+            print(file=sys.stderr)
+            return
 
 
 def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:

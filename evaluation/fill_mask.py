@@ -1,6 +1,7 @@
 """Let a trained model fill the gaps of texts.
 
     python evaluation/fill_mask.py MODEL --text "Return the <mask> of the list."
+    python evaluation/fill_mask.py MODEL          (in a terminal: asks for texts)
 
 The hybrid model reads in both directions here. It predicts the next token (MNTP), so what fills a gap at position i is
 read from output i - 1. A gap is one token; gaps of the same text are filled independently of each other.
@@ -26,8 +27,8 @@ from evaluation.decoding import (
     UseError,
     add_model_flags,
     candidates,
+    for_each_line,
     load,
-    read_lines,
     run,
     special_ids,
 )
@@ -69,16 +70,23 @@ def fill_mask(options: argparse.Namespace) -> None:
     for text in options.text:
         check_text(text)
     usable = load(options)
-    for text in read_lines(options.text, "--text"):
-        check_text(text)
-        row, gaps = mask_row(usable, text)
-        fillings = predict_gaps(usable, row, gaps, options.top_k)
-        print(text)
-        for number, filling in enumerate(fillings, start=1):
-            pairs = zip(filling.ids, filling.probabilities, strict=True)
-            words = "   ".join(f"{show_token(usable, token)} {100 * p:.1f} %" for token, p in pairs)
-            print(f"  {f'gap {number}' if len(fillings) > 1 else 'gap'}: {words}")
-        print(f"  -> {filled_text(usable, row, gaps, fillings)}\n", flush=True)
+    for text in options.text:
+        answer(usable, text, options.top_k)
+    if not options.text:
+        for_each_line("--text", lambda text: answer(usable, text, options.top_k))
+
+
+def answer(usable: UsableModel, text: str, top_k: int) -> None:
+    """Print what fills the gaps of one text. Raises UseError where it has none."""
+    check_text(text)
+    row, gaps = mask_row(usable, text)
+    fillings = predict_gaps(usable, row, gaps, top_k)
+    print(text)
+    for number, filling in enumerate(fillings, start=1):
+        pairs = zip(filling.ids, filling.probabilities, strict=True)
+        words = "   ".join(f"{show_token(usable, token)} {100 * p:.1f} %" for token, p in pairs)
+        print(f"  {f'gap {number}' if len(fillings) > 1 else 'gap'}: {words}")
+    print(f"  -> {filled_text(usable, row, gaps, fillings)}\n", flush=True)
 
 
 def check_text(text: str) -> None:

@@ -2,9 +2,10 @@
 
     python evaluation/generate.py MODEL --prompt "The function returns" --temperature 0.8 --num_samples 2
     echo "The function returns" | python evaluation/generate.py MODEL
+    python evaluation/generate.py MODEL          (in a terminal: asks for prompts)
 
-The hybrid model reads causally here. A text begins with `<s>` and ends where the model writes `</s>`; " ..." stands at
-the end of one that was still going on after --max_new_tokens.
+The hybrid model reads causally here, each token once. A text begins with `<s>` and ends where the model writes `</s>`;
+" ..." stands at the end of one that was still going on after --max_new_tokens.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from evaluation.decoding import (
     UsableModel,
     UseError,
     add_model_flags,
-    continuation,
+    continuations,
+    for_each_line,
     load,
-    read_lines,
     run,
 )
 
@@ -68,6 +69,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--num_samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)"
     )
     parser.add_argument(
+        "--batch_size", type=int, default=16, metavar="N",
+        help="continuations that are computed together; the first of them is shown as it grows (default: 16)",
+    )  # fmt: skip
+    parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="sample i (from 0) is drawn with seed N + i (default: 0)"
     )
     return parser.parse_args(arguments)
@@ -76,27 +81,52 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def generate(options: argparse.Namespace) -> None:
     """Print every prompt with its continuations, as they are written."""
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    for flag in ("max_new_tokens", "num_samples"):
+    for flag in ("max_new_tokens", "num_samples", "batch_size"):
         if getattr(options, flag) < 1:
             raise UseError(f"--{flag} is {getattr(options, flag)}: give 1 or more.")
     if not 0 <= options.seed < 2**62:
         raise UseError(f"--seed is {options.seed}: give 0 or more.")
     usable = load(options)
+    seeds = range(options.seed, options.seed + options.num_samples)
+
+    def answer(*prompts: str) -> None:
+        tasks = [(prompt, seed) for prompt in prompts for seed in seeds]
+        for start in range(0, len(tasks), options.batch_size):
+            write(usable, tasks[start : start + options.batch_size], options.max_new_tokens, sampling)
+
+    if options.prompt:
+        answer(*options.prompt)
+    else:
+        for_each_line("--prompt", answer)
+
+
+def write(usable: UsableModel, tasks: list[tuple[str, int]], max_new_tokens: int, sampling: Sampling) -> None:
+    """Print the continuations of prompts by their seeds, " ..." where one was cut off, and a blank line after each.
+
+    All are computed together. The first that is not finished is printed as it grows; the others wait for their turn.
+    """
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
-    for prompt in read_lines(options.prompt, "--prompt"):
-        for sample in range(options.num_samples):
-            print(f"{bold}{prompt}{plain}", end="", flush=True)
-            write(usable, prompt, options.max_new_tokens, sampling, options.seed + sample)
-
-
-def write(usable: UsableModel, prompt: str, max_new_tokens: int, sampling: Sampling, seed: int) -> None:
-    """Print one continuation piece by piece, " ..." where it was cut off, and a blank line."""
-    ids = usable.encode(prompt)
-    stream = TextStream(usable, ids)
-    generator = torch.Generator().manual_seed(seed)
-    for token in continuation(usable, ids, max_new_tokens, sampling, generator):
-        print(stream.push(token), end="", flush=True)
-    print(stream.rest(), " ...\n" if stream.num_tokens == max_new_tokens else "\n", sep="", flush=True)
+    prompts = [usable.encode(prompt) for prompt, _ in tasks]
+    streams = [TextStream(usable, prompt) for prompt in prompts]
+    generators = [torch.Generator().manual_seed(seed) for _, seed in tasks]
+    waiting = [f"{bold}{prompt}{plain}" for prompt, _ in tasks]
+    ended = [False] * len(tasks)
+    shown = 0  # the row that is printed
+    print(waiting[0], end="", flush=True)
+    for row, token in continuations(usable, prompts, max_new_tokens, sampling, generators):
+        if token is not None:
+            text = streams[row].push(token)
+        else:
+            text = streams[row].rest() + (" ...\n\n" if streams[row].num_tokens == max_new_tokens else "\n\n")
+            ended[row] = True
+        if row == shown:
+            print(text, end="", flush=True)
+        else:
+            waiting[row] += text
+        while shown < len(tasks) and ended[shown]:
+            shown += 1
+            if shown < len(tasks):
+                print(waiting[shown], end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,31 @@
 """generate.py and fill_mask.py: the draw of a token, the shift by one, bytes and special tokens, and clear refusals."""
 
+import contextlib
+import fcntl
 import io
+import json
 import math
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
 from evaluation import decoding, fill_mask, generate
-from evaluation.decoding import Sampling, TextStream, UsableModel, UseError, candidates, continuation, draw
+from evaluation.decoding import Sampling, TextStream, UsableModel, UseError, candidates, continuations, draw
 from model import ModelConfig
 from model_extra import build_model
 from preprocessing.tokenizer import ALPHABET, SPECIAL_TOKENS, new_tokenizer
+from training.checkpoint import write_checkpoint
 
+ROOT = Path(__file__).resolve().parent.parent
 BOS, EOS, MASK = 1, 2, 4
 NOTHING = torch.empty(0, dtype=torch.int64)
 CPU = torch.device("cpu")
@@ -69,6 +82,13 @@ class Script:
         for n, position in enumerate(hidden[:, 0].long().tolist()):
             logits[n, self.plan.get(position + 1, self.elsewhere)] = 5.0
         return logits
+
+
+def continuation(usable, prompt, max_new_tokens, sampling, generator):
+    """The tokens that follow one prompt."""
+    pairs = list(continuations(usable, [prompt], max_new_tokens, sampling, [generator]))
+    assert pairs[-1] == (0, None)
+    return [token for _, token in pairs[:-1]]
 
 
 def test_greedy_takes_the_most_probable_token_and_the_first_of_equals():
@@ -305,6 +325,7 @@ def test_fill_mask_command_prints_candidates_and_the_filled_text(monkeypatch, ti
         (generate, ["--prompt", "a", "--num_samples", "-1"], "", "--num_samples is -1"),
         (generate, ["--prompt", "a", "--seed", "-1"], "", "--seed is -1"),
         (generate, ["--prompt", "a", "--top_p", "2"], "", "--top_p is 2"),
+        (generate, ["--prompt", "a", "--batch_size", "0"], "", "--batch_size is 0"),
         (fill_mask, [], " \n", "there is no text: give --text TEXT"),
         (fill_mask, ["--text", ""], "", "there is no <mask> in the text ''"),
         (fill_mask, ["--text", "no gap"], "", "there is no <mask> in the text 'no gap'"),
@@ -325,3 +346,161 @@ def test_absent_model_is_one_sentence(tmp_path, capsys):
         error = capsys.readouterr().err
         assert error.startswith(f"error: {tmp_path / 'none'}")
         assert error.count("\n") == 1
+
+
+def test_texts_written_together_are_those_written_alone(tiny):
+    """Prompts of different length; rows end at different steps; what each draws is its own affair."""
+    prompts = [tiny.encode(text) for text in ("The list", "", "The function returns the length of the list.", "a")]
+
+    def generators():
+        return [torch.Generator().manual_seed(seed) for seed in (3, 4, 5, 3)]
+
+    alone = [
+        continuation(tiny, prompt, 40, Sampling(), generator)
+        for prompt, generator in zip(prompts, generators(), strict=True)
+    ]
+    together: list[list[int]] = [[] for _ in prompts]
+    finished = []
+    for row, token in continuations(tiny, prompts, 40, Sampling(), generators()):
+        if token is None:
+            finished.append(row)
+        else:
+            together[row].append(token)
+    assert together == alone
+    assert sorted(finished) == [0, 1, 2, 3]
+
+
+def test_rows_that_reach_the_end_are_left_out(tokenizer):
+    """The model is not asked again for a text that has ended."""
+
+    class Ending(Script):
+        def encode(self, input_ids, document_ids, causal, /):
+            self.rows.append(input_ids[:, -1].tolist())
+            return torch.stack([input_ids[:, -1:], input_ids[:, -1:]], dim=-1).float()
+
+        def predict(self, hidden, /):
+            logits = torch.zeros(len(hidden), self.vocab_size)
+            for n, token in enumerate(hidden[:, 0].long().tolist()):
+                logits[n, token + 1 if token < 105 else EOS] = 9.0
+            return logits
+
+    model = Ending({}, tokenizer.get_vocab_size())
+    usable = UsableModel(model, tokenizer, CPU)
+    pairs = list(continuations(usable, [[100], [103], [105]], 9, Sampling(temperature=0), [torch.Generator()] * 3))
+    assert [token for row, token in pairs if row == 0] == [101, 102, 103, 104, 105, None]
+    assert [token for row, token in pairs if row == 1] == [104, 105, None]
+    assert [token for row, token in pairs if row == 2] == [None]
+    assert model.rows == [[100, 103, 105], [101, 104], [102, 105], [103], [104], [105]]
+
+
+def test_commands_print_batches_as_one_by_one(monkeypatch, tiny, capsys):
+    outputs = set()
+    for size in ("1", "2", "16"):
+        arguments = ["--prompt", "The list", "--prompt", "The", "--num_samples", "3", "--max_new_tokens", "20"]
+        assert use(monkeypatch, tiny, generate, [*arguments, "--batch_size", size]) == 0
+        outputs.add(capsys.readouterr().out)
+    assert len(outputs) == 1
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny, tmp_path_factory):
+    """The tiny model as a run's checkpoint on disk."""
+    state = {name: parameter.detach() for name, parameter in tiny.model.state_dict().items()}
+    files = {
+        "config.json": json.dumps(tiny.model.config.to_dict()).encode(),
+        "tokenizer.json": tiny.tokenizer.to_str().encode(),
+    }
+    return write_checkpoint(tmp_path_factory.mktemp("run") / "checkpoints", 3, {"model": state}, {}, files)
+
+
+class Terminal:
+    """A script that runs in a pseudo-terminal; `expect` reads what it prints up to a text."""
+
+    def __init__(self, script: str, *arguments: str) -> None:
+        self.fd, other = pty.openpty()
+        command = [sys.executable, str(ROOT / "evaluation" / script), *arguments]
+        self.process = subprocess.Popen(
+            command, stdin=other, stdout=other, stderr=other, env={**os.environ, "TERM": "dumb"},
+            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(other)
+        self.seen = ""
+
+    def expect(self, text: str, seconds: float = 60) -> str:
+        """What came before `text`; fails where it does not come."""
+        deadline = time.monotonic() + seconds
+        while text not in self.seen:
+            ready, _, _ = select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))
+            piece = b""
+            if ready:
+                with contextlib.suppress(OSError):  # Linux: the other end is closed
+                    piece = os.read(self.fd, 65536)
+            assert piece, f"no {text!r} in {self.seen!r}"
+            self.seen += piece.decode(errors="replace")
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def send(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def end_with(self, key: str, seconds: float = 30) -> int:
+        """The exit code of a script that a key ends; kills a script that goes on.
+
+        Python can miss a Ctrl-C in the instant between printing a prompt and waiting for keys, until the next key.
+        """
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(OSError):  # Linux: the other end is closed
+            while time.monotonic() < deadline:
+                time.sleep(0.3)
+                self.send(key)
+                while select.select([self.fd], [], [], 8.0)[0]:
+                    self.seen += os.read(self.fd, 65536).decode(errors="replace")
+        if time.monotonic() > deadline:
+            self.process.kill()
+        os.close(self.fd)
+        return self.process.wait(seconds)
+
+
+def test_generate_in_a_terminal(checkpoint):
+    """Asks, answers, is stopped by Ctrl-C in the middle of an answer, asks again, and ends at Ctrl-D."""
+    # Greedy, and this model repeats itself: it never ends by itself within the test.
+    terminal = Terminal(
+        "generate.py", str(checkpoint), "--device", "cpu", "--max_new_tokens", "1000000", "--temperature", "0"
+    )
+    terminal.expect("> ")
+    terminal.send("The list\n")
+    terminal.expect("\x1b[1mThe list\x1b[0m")
+    time.sleep(0.3)
+    terminal.send("\x03")
+    terminal.expect("(stopped)")
+    terminal.expect("> ")
+    terminal.send("\n")
+    terminal.expect("> ")
+    assert terminal.end_with("\x04") == 0
+    assert "Traceback" not in terminal.seen
+
+
+def test_fill_mask_in_a_terminal(checkpoint):
+    """A line without a gap is answered by a sentence and the next is awaited; Ctrl-C at the prompt ends."""
+    terminal = Terminal("fill_mask.py", str(checkpoint), "--device", "cpu", "--top_k", "3")
+    terminal.expect("> ")
+    terminal.send("no gap\n")
+    terminal.expect("there is no <mask> in the text 'no gap'")
+    terminal.expect("> ")
+    terminal.send("The <mask> returns\n")
+    assert terminal.expect("  -> The").count("%") == 3
+    terminal.expect("> ")
+    assert terminal.end_with("\x03") == 130
+    assert "Traceback" not in terminal.seen
+
+
+def test_text_that_is_not_utf_8_is_one_sentence(monkeypatch, tiny, capsys):
+    monkeypatch.setattr(decoding, "load_model", lambda path, ema, device: (tiny.model, tiny.tokenizer, None))
+    for script, flag in ((generate, "--prompt"), (fill_mask, "--text")):
+        for given, piped in (([flag, os.fsdecode(b"caf\xe9 <mask>")], b""), ([], b"caf\xe9 <mask>\n")):
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped), encoding="utf-8"))
+            assert script.main(["RUN", "--device", "cpu", *given]) == 2
+            error = capsys.readouterr().err
+            assert error.startswith("error: ")
+            assert "UTF-8" in error
+            assert error.count("\n") == 1

@@ -1,0 +1,248 @@
+"""Score a model on minimal pairs, such as BLiMP: which of two sentences does it find more probable?
+
+    python evaluation/minimal_pairs.py MODEL --data blimp/ supplement/ --mode all --output scores.json --plot scores.png
+
+Files hold a JSON object a line with "sentence_good" and "sentence_bad"; other fields group the results. A folder is one
+set of pairs, the mean of its files' accuracies its result. training/minimal_pairs.py says how sentences are scored.
+
+The temperature is 1 unless --select_temperature is given: then each set's temperature is chosen for each mode on one
+half of every file, and results are those of the other half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+from tqdm import tqdm
+
+from data.files import write_atomically
+from evaluation.decoding import Parser, UseError, run
+from evaluation.minimal_pairs_plot import check_plot, draw
+from evaluation.scoring import (
+    add_scoring_flags,
+    check_output,
+    check_scoring_flags,
+    enough_memory,
+    load_for_scoring,
+)
+from training.minimal_pairs import (
+    Pair,
+    PairScorer,
+    PairSet,
+    Share,
+    by_group,
+    chosen_modes,
+    grouping_fields,
+    mean_of_paradigms,
+    objectives,
+    read_pair_sets,
+    share,
+)
+from training.sentence_scores import count_tokens
+
+TEMPERATURES = tuple(step / 10 for step in range(5, 31))  # that --select_temperature chooses from
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    return run(evaluate, parse_arguments(arguments))
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser("Score a model on minimal pairs, such as BLiMP.")
+    add_scoring_flags(parser)
+    parser.add_argument(
+        "--data", nargs="+", required=True, metavar="PATH",
+        help="JSONL files with sentence_good and sentence_bad, or folders of them; every folder is one set",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mode", choices=("all", "masked", "causal", "fused"), default="all",
+        help="masked: each token masked in turn; causal: left to right; fused: the mean of both (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--word_l2r", action="store_true",
+        help="masked: hide also the sub-words that follow in the same word (PLL-word-l2r, Kauf and Ivanova 2023)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="X", help="logits are divided by it (default: 1)"
+    )
+    parser.add_argument(
+        "--select_temperature", action="store_true",
+        help=f"choose it from {TEMPERATURES[0]:g} to {TEMPERATURES[-1]:g} on one half of each file, report the other",
+    )  # fmt: skip
+    parser.add_argument("--output", metavar="FILE.json", help="write all results here")
+    parser.add_argument("--scores", metavar="FILE.jsonl", help="write every pair with its sentences' scores here")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the results by phenomenon (needs matplotlib)")
+    return parser.parse_args(arguments)
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Print the results of every set, and write what the flags ask for."""
+    check_scoring_flags(options)
+    if not 0 < options.temperature < math.inf:
+        raise UseError(f"--temperature is {options.temperature:g}: give a number above 0.")
+    if options.select_temperature and options.temperature != 1:
+        raise UseError("--temperature and --select_temperature both say which temperature to use: give one of them.")
+    for flag in ("output", "scores", "plot"):
+        check_output(getattr(options, flag), f"--{flag}")
+    if options.plot:
+        check_plot(options.plot)
+    sets = read_pair_sets(options.data, "--data")
+    model, modes = load_for_scoring(options), chosen_modes(options.mode)
+    temperatures = TEMPERATURES if options.select_temperature else (options.temperature,)
+
+    scorer = PairScorer(sets, model.usable.tokenizer, model.special)
+    total = sum(count_tokens(scorer.sentences, name == "causal") for name in objectives(modes))
+    with enough_memory(), tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
+        scores = scorer.scores(
+            model, modes, model.world, model.layout, autocast=model.autocast, word_l2r=options.word_l2r,
+            temperatures=temperatures, progress=bar.update,
+        )  # fmt: skip
+
+    results: dict[str, Any] = {
+        "model": options.model,
+        "weights": "ema" if options.ema else "trained",
+        "document_end": model.special.eos is not None,
+        "word_l2r": options.word_l2r,
+        "sets": {},
+    }
+    for number, each in enumerate(sets):
+        by_mode = {mode: scores[mode][number] for mode in modes}
+        found = summarise(each, by_mode, temperatures, options.select_temperature)
+        results["sets"][each.name] = found
+        print("\n".join(table(each.name, found)), flush=True)
+    if options.scores:
+        write_atomically(options.scores, score_lines(sets, scores, temperatures).encode())
+    if options.output:
+        write_atomically(options.output, (json.dumps(results, indent=1) + "\n").encode())
+    if options.plot:
+        draw(results, Path(options.plot))
+
+
+def selecting_half(pairs: Sequence[Pair]) -> np.ndarray:
+    """Which pairs, bool [n], a temperature is chosen on: half of each file, by a hash of the sentences.
+
+    The order of lines plays no part. Of an odd number of pairs, the smaller half.
+    """
+    chosen = np.zeros(len(pairs), bool)
+    by_paradigm: dict[str, list[int]] = {}
+    for index, pair in enumerate(pairs):
+        by_paradigm.setdefault(pair.paradigm, []).append(index)
+    for members in by_paradigm.values():
+        order = sorted(members, key=lambda i: hashlib.sha256(f"{pairs[i].good}\n{pairs[i].bad}".encode()).digest())
+        chosen[order[: len(order) // 2]] = True
+    return chosen
+
+
+def select_temperature(pairs: Sequence[Pair], right: np.ndarray, temperatures: Sequence[float]) -> int:
+    """Index of the temperature with the best mean over files; right: bool [K, n]. Of equals, the one closest to 1."""
+    means = [mean_of_paradigms(pairs, line).value for line in right]
+    return max(range(len(means)), key=lambda k: (means[k], -abs(math.log(temperatures[k])), k))
+
+
+def summarise(
+    pair_set: PairSet, scores: dict[str, np.ndarray], temperatures: Sequence[float], selects: bool
+) -> dict[str, Any]:
+    """Results of a set as JSON; scores: for each mode [K, pairs, 2]. Raises UseError where no half can be made."""
+    pairs = pair_set.pairs
+    chosen_on = selecting_half(pairs) if selects else np.zeros(len(pairs), bool)
+    if selects and not chosen_on.any():
+        raise UseError(f"--select_temperature: {pair_set.name} has no file with two pairs, so there are no halves.")
+    reported = [pair for pair, used in zip(pairs, chosen_on, strict=True) if not used]
+    found: dict[str, Any] = {"pairs": len(reported), "modes": {}}
+    if selects:
+        found["pairs_for_temperature"] = int(chosen_on.sum())
+    for mode, values in scores.items():
+        right = values[:, :, 0] > values[:, :, 1]
+        best = 0
+        if selects:
+            choosing = [pair for pair, used in zip(pairs, chosen_on, strict=True) if used]
+            best = select_temperature(choosing, right[:, chosen_on], temperatures)
+        entry = {"temperature": temperatures[best], **shares(reported, right[best, ~chosen_on])}
+        if selects:
+            at_one = right[list(temperatures).index(1.0), ~chosen_on]
+            entry["mean_at_temperature_1"] = as_json(mean_of_paradigms(reported, at_one))
+        found["modes"][mode] = entry
+    return found
+
+
+def shares(pairs: Sequence[Pair], right: np.ndarray) -> dict[str, Any]:
+    """All results of pairs that are right or not (bool [n]), as JSON."""
+    groups = {}
+    for field in grouping_fields(pairs):
+        having = [index for index, pair in enumerate(pairs) if field in pair.facts]
+        groups[field] = by_group([str(pairs[index].facts[field]) for index in having], right[having])
+    return {
+        "mean": as_json(mean_of_paradigms(pairs, right)),
+        "all": as_json(share(right)),
+        "groups": {field: {name: as_json(found) for name, found in of.items()} for field, of in groups.items()},
+        "paradigms": {
+            name: as_json(found) for name, found in by_group([pair.paradigm for pair in pairs], right).items()
+        },
+    }
+
+
+def as_json(found: Share) -> dict[str, float]:
+    """A share and its 95 % interval."""
+    return {"accuracy": found.value, "low": found.low, "high": found.high, "pairs": found.pairs}
+
+
+def score_lines(sets: Sequence[PairSet], scores: dict[str, list[np.ndarray]], temperatures: Sequence[float]) -> str:
+    """Every pair as a line of JSON, with the scores of both sentences by mode at the temperature closest to 1."""
+    k = min(range(len(temperatures)), key=lambda index: abs(math.log(temperatures[index])))
+    lines = []
+    for number, each in enumerate(sets):
+        for index, pair in enumerate(each.pairs):
+            line = {"set": each.name, "paradigm": pair.paradigm, "sentence_good": pair.good, "sentence_bad": pair.bad}
+            for mode, values in scores.items():
+                line[f"{mode}_good"], line[f"{mode}_bad"] = values[number][k, index].tolist()
+            lines.append(json.dumps(line, ensure_ascii=False))
+    return "".join(line + "\n" for line in lines)
+
+
+def table(name: str, found: dict[str, Any]) -> list[str]:
+    """A set's results as lines: percentages with 95 % intervals, one column per mode."""
+    modes = found["modes"]
+    first = next(iter(modes.values()))
+    rows: list[tuple[str, list[dict[str, float]]]] = [("mean of files", [entry["mean"] for entry in modes.values()])]
+    if "pairs_for_temperature" in found:
+        rows.append(("  at temperature 1", [entry["mean_at_temperature_1"] for entry in modes.values()]))
+    rows.append(("all pairs", [entry["all"] for entry in modes.values()]))
+    for field, groups in [*first["groups"].items(), ("file", first["paradigms"])]:
+        if set(groups) <= {"True", "False"}:
+            continue  # in the JSON alone
+        rows.append((f"by {field}", []))
+        for value in sorted(groups):
+            part = [entry["paradigms"] if field == "file" else entry["groups"][field] for entry in modes.values()]
+            rows.append((f"  {value}", [each[value] for each in part]))
+    width = max(len(label) for label, _ in rows)
+    others = found.get("pairs_for_temperature")
+    halves = f", temperature chosen on {others:,} others" if others else ""
+    lines = [f"{name}: {found['pairs']:,} pairs in {len(first['paradigms'])} files{halves}"]
+    heads = [
+        mode if entry["temperature"] == 1 else f"{mode}, T={entry['temperature']:g}" for mode, entry in modes.items()
+    ]
+    lines.append(" " * width + "".join(f"  {head:>20}" for head in heads) + "   pairs")
+    for label, cells in rows:
+        shown = "".join(f"  {_percent(cell):>20}" for cell in cells)
+        lines.append(f"{label:<{width}}{shown}" + (f"  {cells[0]['pairs']:>6,}" if cells else ""))
+    return [*(line.rstrip() for line in lines), ""]
+
+
+def _percent(cell: dict[str, float]) -> str:
+    return f"{100 * cell['accuracy']:.1f} [{100 * cell['low']:.1f}, {100 * cell['high']:.1f}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

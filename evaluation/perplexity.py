@@ -1,0 +1,300 @@
+"""Perplexity of held-out text, causal and masked.
+
+    python evaluation/perplexity.py MODEL --data held_out/*.txt --mode all --output perplexity.json
+
+Text files have a blank line between documents; .jsonl files hold a string or an object with --text_field a line; shards
+are those of preprocessing/tokenize_corpus.py. Text is read as in training: `<s> document </s>` after document, cut into
+rows of --seq_length tokens, attention inside documents.
+
+- causal: every token but `<s>` is predicted from those before it.
+- masked: 15 % of the tokens are masked by training's method with masks that never change, as in validation during
+  training: shards and row length being equal, `loss` is `valid/masked_loss`.
+- masked with --every_token: each token is masked in turn (pseudo-perplexity: Salazar et al., 2020).
+
+Per word and per byte, the loss of a token is multiplied by the number of tokens; words are what white space separates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+from torch import nn
+from tqdm import tqdm
+
+from data.corpus import Corpus, CorpusError
+from data.files import write_atomically
+from data.loader import ValidationSet
+from data.masking import MaskingOptions
+from data.shards import MANIFEST_NAME, SHARD_SUFFIX, ShardError, tokenizer_hash, write_shard
+from evaluation.decoding import Parser, UsableModel, UseError, run
+from evaluation.scoring import (
+    ScoringModel,
+    add_scoring_flags,
+    check_output,
+    check_scoring_flags,
+    enough_memory,
+    load_for_scoring,
+    training_flags,
+)
+from training.sentence_scores import Sentences, SpecialIds, count_tokens, token_scores
+from training.validation import validate
+
+_LARGEST_EXPONENT = 700.0
+_DECODED_AT_ONCE = 256
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    return run(evaluate, parse_arguments(arguments))
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser("Perplexity of held-out text, causal and masked.")
+    add_scoring_flags(parser)
+    parser.add_argument(
+        "--data", nargs="+", required=True, metavar="PATH",
+        help="text files, .jsonl files, folders of them, shards or shard folders; one result for each",
+    )  # fmt: skip
+    parser.add_argument("--mode", choices=("all", "masked", "causal"), default="all", help="default: all")
+    parser.add_argument(
+        "--every_token", action="store_true", help="masked: mask each token in turn (slow: a row for every token)"
+    )
+    parser.add_argument("--seq_length", type=int, default=512, metavar="N", help="tokens per row (default: 512)")
+    parser.add_argument("--mask_p", type=float, default=0.15, metavar="X", help="masked share (default: 0.15)")
+    parser.add_argument(
+        "--text_field", default="text", metavar="NAME", help='of objects in .jsonl files (default: "text")'
+    )
+    parser.add_argument("--output", metavar="FILE.json", help="write the results here")
+    return parser.parse_args(arguments)
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Print the results of every text, and write what the flags ask for."""
+    check_scoring_flags(options)
+    if options.seq_length < 8:
+        raise UseError(f"--seq_length is {options.seq_length}: give 8 or more.")
+    if not 0 < options.mask_p <= 1:
+        raise UseError(f"--mask_p is {options.mask_p:g}: give a share above 0 and up to 1.")
+    check_output(options.output, "--output")
+    texts = {path: None if is_shards(Path(path)) else read_documents(path, options.text_field) for path in options.data}
+    model = load_for_scoring(options)
+    results: dict[str, Any] = {
+        "model": options.model,
+        "weights": "ema" if options.ema else "trained",
+        "document_end": model.special.eos is not None,
+        "seq_length": options.seq_length,
+        "texts": {},
+    }
+    with tempfile.TemporaryDirectory() as folder, enough_memory():
+        for path, documents in texts.items():
+            found = measure(model, open_corpus(model, path, documents, Path(folder), options), options, documents)
+            results["texts"][path] = found
+            print("\n".join(table(path, found)), flush=True)
+    if options.output:
+        write_atomically(options.output, (json.dumps(results, indent=1) + "\n").encode())
+
+
+# Reading
+
+
+def is_shards(path: Path) -> bool:
+    """Whether a path names token shards."""
+    return path.suffix == SHARD_SUFFIX or (path / MANIFEST_NAME).exists() or any(path.glob(f"*{SHARD_SUFFIX}"))
+
+
+def read_documents(path: str, text_field: str) -> list[str]:
+    """The documents of a file or of all files in a folder. Raises UseError, naming file and line."""
+    place = Path(path)
+    files = [place]
+    if place.is_dir():
+        files = sorted(file for file in place.iterdir() if file.is_file() and not file.name.startswith("."))
+    documents = [document for file in files for document in _read_file(file, text_field)]
+    if not documents:
+        raise UseError(f"--data: {path} holds no text.")
+    return documents
+
+
+def _read_file(path: Path, text_field: str) -> Iterator[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UseError(f"--data: {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise UseError(f"--data: {path} is not UTF-8 text (byte {error.start}).") from None
+    if path.suffix != ".jsonl":
+        parts = re.split(r"\n(?:[^\S\n]*\n)+", f"\n\n{text}")  # as preprocessing does
+        yield from (part.rstrip("\n") for part in parts if part.strip())
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UseError(f"--data: {path}, line {number}: not valid JSON ({error}).") from None
+        document = value.get(text_field) if isinstance(value, dict) else value
+        if not isinstance(document, str):
+            raise UseError(f'--data: {path}, line {number}: no text in field "{text_field}" (--text_field).')
+        if document.strip():
+            yield document
+
+
+def open_corpus(
+    model: ScoringModel, path: str, documents: list[str] | None, folder: Path, options: argparse.Namespace
+) -> Corpus:
+    """Shards as they are; documents through a shard of their own in `folder`. Raises UseError."""
+    tokenizer, special = model.usable.tokenizer, model.special
+    words = tokenizer.get_vocab_size()
+    saved = folder / "tokenizer.json"
+    tokenizer.save(str(saved))
+    known = {tokenizer_hash(file) for file in (saved, Path(options.model) / "tokenizer.json") if file.is_file()}
+    try:
+        if documents is not None:
+            encoded = [np.array(e.ids) for e in tokenizer.encode_batch(documents, add_special_tokens=False)]
+            place = folder / f"text{SHARD_SUFFIX}"
+            place.unlink(missing_ok=True)
+            write_shard(place, encoded, tokenizer_hash=min(known), vocab_size=words)
+            return Corpus(place, tokenizer_hash=None, bos_id=special.bos, eos_id=special.eos)
+        corpus = Corpus(path, tokenizer_hash=None, bos_id=special.bos, eos_id=special.eos)
+    except (ShardError, CorpusError) as error:
+        raise UseError(f"--data: {error}") from None
+    if corpus.shards[0].tokenizer_hash not in known:
+        raise UseError(f"--data: {path} was made with another tokenizer than the model's; tokenise its text again.")
+    return corpus
+
+
+# Measuring
+
+
+def measure(
+    model: ScoringModel, corpus: Corpus, options: argparse.Namespace, documents: list[str] | None
+) -> dict[str, Any]:
+    """All results of a corpus as JSON; `documents`: its text where that is at hand."""
+    words, size = count_text(documents) if documents is not None else count_decoded(model.usable, corpus)
+    found: dict[str, Any] = {
+        "documents": corpus.num_documents,
+        "tokens": corpus.num_tokens,
+        "words": words,
+        "bytes": size,
+    }
+    modes = ("masked", "causal") if options.mode == "all" else (options.mode,)
+    flags = training_flags(Path(options.model))
+    masks = MaskingOptions(
+        vocab_size=model.usable.tokenizer.get_vocab_size(),
+        mask_id=model.special.mask,
+        bos_id=model.special.bos,
+        pad_id=model.special.pad,
+        n_special_tokens=int(flags.get("n_special_tokens", 16)),
+        random_p=float(flags.get("mask_random_p", 0.1)),
+        keep_p=float(flags.get("mask_keep_p", 0.1)),
+    )
+    held_out = ValidationSet(corpus, masks, options.seq_length, mask_p=options.mask_p)
+    rows = max(1, model.layout.rows * model.layout.length // options.seq_length)
+    metrics = {}
+    if modes != ("masked",) or not options.every_token:
+        metrics = validate(cast(nn.Module, model.usable.model), held_out, model.world, rows, model.autocast, "")
+    for mode in modes:
+        predicted = corpus.num_tokens
+        if mode == "masked" and options.every_token:
+            loss, accuracy = every_token_loss(model, corpus, options.seq_length), None
+        elif f"{mode}_loss" not in metrics:
+            raise UseError(f"--data: the text has no token to predict in mode {mode}; give a longer one.")
+        else:
+            loss, accuracy = metrics[f"{mode}_loss"], metrics[f"{mode}_accuracy"]
+        if mode == "causal" and corpus.eos_id is not None:
+            predicted += corpus.num_documents
+        found[mode] = {
+            "loss": loss,
+            "perplexity": _exp(loss),
+            **({} if accuracy is None else {"accuracy": accuracy}),
+            "word_perplexity": _exp(loss * predicted / max(1, words)),
+            "bits_per_byte": loss * predicted / math.log(2) / max(1, size),
+        }
+    return found
+
+
+def count_text(documents: Sequence[str]) -> tuple[int, int]:
+    """Words and UTF-8 bytes."""
+    return sum(len(text.split()) for text in documents), sum(len(text.encode()) for text in documents)
+
+
+def count_decoded(usable: UsableModel, corpus: Corpus) -> tuple[int, int]:
+    """The same for a tokenised corpus."""
+    words = size = 0
+    for shard in corpus.shards:
+        for first in range(0, shard.num_documents, _DECODED_AT_ONCE):
+            some = range(first, min(first + _DECODED_AT_ONCE, shard.num_documents))
+            ids = [shard.document(index).tolist() for index in some]
+            more = count_text(usable.tokenizer.decode_batch(ids, skip_special_tokens=False))
+            words, size = words + more[0], size + more[1]
+    return words, size
+
+
+def every_token_loss(model: ScoringModel, corpus: Corpus, seq_length: int) -> float:
+    """Mean negative log-probability in nats of each token when it alone is masked, in windows of seq_length tokens."""
+    sentences = windows(corpus, model.special, seq_length)
+    total = count_tokens(sentences, causal=False)
+    with tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
+        scores = token_scores(
+            model, sentences, model.special, model.world, model.layout, causal=False, autocast=model.autocast,
+            progress=bar.update,
+        )  # fmt: skip
+    return -float(scores.sum(dtype=np.float64)) / corpus.num_tokens
+
+
+def windows(corpus: Corpus, special: SpecialIds, seq_length: int) -> Sentences:
+    """Documents cut into windows of at most seq_length tokens: the first begins with `<s>`, the others with the last
+    token of the one before, which is only read; the last ends with `</s>`."""
+    end = [] if special.eos is None else [special.eos]
+    step = seq_length - 1 - len(end)
+    parts: list[np.ndarray] = []
+    scored: list[int] = []
+    for shard in corpus.shards:
+        for index in range(shard.num_documents):
+            ids = shard.document(index).astype(np.int64)
+            for begin in range(0, len(ids), step):
+                window = ids[begin : begin + step]
+                before = [special.bos] if begin == 0 else ids[begin - 1 : begin]
+                parts.append(np.concatenate([before, window, end if begin + step >= len(ids) else []]).astype(np.int64))
+                scored.append(len(window))
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(part) for part in parts])])
+    flat = np.concatenate(parts)
+    return Sentences(flat, np.arange(len(flat)), starts, np.array(scored, np.int64))
+
+
+def _exp(loss: float) -> float:
+    return math.exp(min(loss, _LARGEST_EXPONENT))
+
+
+def table(path: str, found: dict[str, Any]) -> list[str]:
+    """The results of a text as lines."""
+    lines = [
+        f"{path}: {found['documents']:,} documents, {found['words']:,} words, {found['tokens']:,} tokens, "
+        f"{found['bytes']:,} bytes"
+    ]
+    lines.append(f"{'':<8}{'loss':>9}{'perplexity':>13}{'per word':>13}{'bits/byte':>11}{'accuracy':>10}")
+    for mode in ("masked", "causal"):
+        if mode in found:
+            of = found[mode]
+            accuracy = f"{100 * of['accuracy']:8.1f} %" if "accuracy" in of else ""
+            lines.append(
+                f"{mode:<8}{of['loss']:>9.4f}{of['perplexity']:>13,.2f}{of['word_perplexity']:>13,.1f}"
+                f"{of['bits_per_byte']:>11.4f}{accuracy}"
+            )
+    return [*lines, ""]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

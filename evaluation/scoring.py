@@ -1,0 +1,120 @@
+"""What minimal_pairs.py and perplexity.py share: a loaded model as the scoring functions take it, and flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evaluation.decoding import UsableModel, UseError, add_model_flags, load
+from slurm.environment import Environment
+from training.checkpoint import RECORD
+from training.distributed import World
+from training.sentence_scores import Layout, SpecialIds
+
+_ROW_LENGTH = 128
+_LOGITS = 1 << 28  # of a causal batch: 1 GiB in float32
+
+
+@dataclass(frozen=True)
+class ScoringModel:
+    """A model to score texts with, alone on its device."""
+
+    usable: UsableModel
+    special: SpecialIds
+    world: World
+    autocast: bool
+    layout: Layout
+
+    def __call__(self, input_ids: Tensor, document_ids: Tensor, causal: bool, positions: Tensor) -> Tensor:
+        """Logits [M, V] at flat positions [M] of rows [R, T]."""
+        hidden = self.usable.model.encode(input_ids, document_ids, causal)
+        return self.usable.model.predict(hidden.flatten(0, 1).index_select(0, positions))
+
+
+def add_scoring_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that choose a model and say how it is run."""
+    add_model_flags(parser)
+    parser.add_argument(
+        "--document_end", action=argparse.BooleanOptionalAction, default=None,
+        help="close texts with </s>, as the model was trained (default: what its checkpoint says)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mixed_precision", action=argparse.BooleanOptionalAction, default=None,
+        help="bf16 autocast (default: on CUDA yes, on the CPU no)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch_tokens", type=int, default=0, metavar="N",
+        help="tokens that the model reads at once; changes speed and memory alone (default: 0, by the device)",
+    )  # fmt: skip
+
+
+def check_scoring_flags(options: argparse.Namespace) -> None:
+    """Refuse values that cannot work. Raises UseError."""
+    if options.batch_tokens < 0 or 0 < options.batch_tokens < _ROW_LENGTH:
+        raise UseError(f"--batch_tokens is {options.batch_tokens}: give {_ROW_LENGTH} or more, or 0 to leave it open.")
+
+
+def load_for_scoring(options: argparse.Namespace) -> ScoringModel:
+    """Load the model that the flags name. Raises UseError, CheckpointError, ConfigError or ModelConfigError."""
+    usable = load(options)
+    usable.tokenizer.no_padding()
+    usable.tokenizer.no_truncation()
+    flags = training_flags(Path(options.model))
+    ends = bool(flags.get("document_end", True)) if options.document_end is None else options.document_end
+    special = SpecialIds(
+        bos=usable.token_id("<s>"),
+        eos=usable.token_id("</s>") if ends else None,
+        pad=usable.token_id("<pad>"),
+        mask=usable.token_id("<mask>"),
+    )
+    on_cuda = usable.device.type == "cuda"
+    autocast = on_cuda if options.mixed_precision is None else options.mixed_precision
+    tokens = options.batch_tokens
+    if not tokens:
+        words = usable.tokenizer.get_vocab_size()
+        tokens = max(_ROW_LENGTH, min(32768 if on_cuda else 4096, _LOGITS // words))
+    layout = Layout(tokens // _ROW_LENGTH, _ROW_LENGTH)
+    return ScoringModel(usable, special, World(0, 1, usable.device, Environment("none")), autocast, layout)
+
+
+def training_flags(model: Path) -> dict[str, Any]:
+    """The flags that a model was trained with, as far as its folder tells."""
+    for name in (RECORD, "config.json"):  # of a checkpoint; of a run folder or an exported folder
+        try:
+            return dict(json.loads((model / name).read_text(encoding="utf-8"))["flags"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return {}
+
+
+def check_output(path: str | None, flag: str) -> None:
+    """Refuse a file that could not be written in the end, before any long work. Raises UseError."""
+    if path is None:
+        return
+    place = Path(path)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UseError(f"{flag} {path}: its folder cannot be made ({error.strerror}).") from None
+    if place.is_dir():
+        raise UseError(f"{flag} {path} is a folder: give a file name.")
+    if not os.access(place.parent, os.W_OK):
+        raise UseError(f"{flag} {path}: its folder cannot be written to.")
+
+
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """What a device without enough memory raises inside becomes a UseError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UseError("the device has too little memory for a batch: give a lower --batch_tokens.") from None
