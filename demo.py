@@ -247,9 +247,13 @@ def print_next_lines(todo: list[Step], folder: Path, seconds: float) -> None:
             (interpreter, *training),
             (interpreter, "-m", "training.plot", str(run), str(run.parent / "causal"), "-o", str(folder / "both.png")),
         ],
+        "The model for Hugging Face transformers": [
+            (interpreter, "export/to_huggingface.py", str(run), str(folder / "exported"))
+        ],
         "Every flag, for your own corpus (README.md explains them)": [(interpreter, "train_single_gpu.py", "--help")],
     }
-    print(f"\nDone in {seconds:.0f} s. Look at {folder / 'metrics.png'}. What to type next:")
+    print(f"\nDone in {seconds:.0f} s. Look at {folder / 'metrics.png'} and, in a browser, {run / 'report.html'}.")
+    print("What to type next:")
     for title, lines in commands.items():
         print(f"\n{title}")
         for line in lines:

@@ -93,6 +93,7 @@ def flags(inputs: Path, output: Path, name: str = "run", **options) -> list[str]
         "warmup_proportion": 0.1,  # as in real runs: Adam's very first step turns rounding errors into whole steps
         "validate_every": 15,
         "save_every": 10,
+        "validation_samples": 0,  # a second or two of each validation
         "device": "cpu",
         "wandb_mode": "disabled",
         **options,

@@ -140,11 +140,12 @@ def test_the_whole_demo_in_few_steps(tmp_path):
     first = subprocess.run([*command, "--device", "cpu"], cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert first.returncode == 0, first.stdout + first.stderr
     assert (tmp_path / "out" / "metrics.png").read_bytes().startswith(b"\x89PNG")
-    assert first.stdout.count("    $ ") == 7 + 6  # what it ran, and what it suggests
+    assert (tmp_path / "out" / "runs" / "demo" / "report.html").is_file()
+    assert first.stdout.count("    $ ") == 7 + 7  # what it ran, and what it suggests
     assert "Masked loss: 8." in first.stdout
     assert "Causal loss: 8." in first.stdout
     assert "\nReturn the" in first.stdout  # a gap and a prompt
     again = subprocess.run([*command, "--device", "cpu"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stdout.count("is there already") == 4
-    assert again.stdout.count("    $ ") == 3 + 6
+    assert again.stdout.count("    $ ") == 3 + 7

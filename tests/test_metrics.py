@@ -31,14 +31,14 @@ def wandb_run(inputs, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("wandb")
     options = {"wandb_mode": "offline", "wandb_project": "test", "log_stats_every": 10, "save_every": 5}
     options |= {"data_fingerprint": True, "evaluate_data": make_pairs(output / "pairs"), "evaluate_every": 10}
-    run(flags(inputs, output, max_steps=20, **options))
+    run(flags(inputs, output, max_steps=20, validation_samples=3, **options))
     # As if it had been killed after step 10: the newest checkpoints are gone.
     for name in ("step_00000015", "step_00000020"):
         path = output / "run" / "checkpoints" / name
         for file in path.iterdir():
             file.unlink()
         path.rmdir()
-    run(flags(inputs, output, max_steps=20, **options))
+    run(flags(inputs, output, max_steps=20, validation_samples=3, **options))
     return output / "run"
 
 

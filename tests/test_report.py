@@ -226,7 +226,11 @@ def test_what_cannot_be_shown_is_one_sentence(tmp_path, monkeypatch, capsys, arg
 def real_run(tmp_path_factory) -> Path:
     """A run of the training script, on documents long enough for samples."""
     folder = tmp_path_factory.mktemp("report")
-    run(flags(make_inputs(folder / "inputs"), folder, max_steps=12, validate_every=6, save_every=6))
+    run(
+        flags(
+            make_inputs(folder / "inputs"), folder, max_steps=12, validate_every=6, save_every=6, validation_samples=3
+        )
+    )
     return folder / "run"
 
 

@@ -26,6 +26,7 @@ from training.status import read_status
 pytestmark = pytest.mark.slurm
 SCRIPT = ROOT / "slurm" / "train.sbatch"
 STEPS = 30
+COMMON = {"data_fingerprint": True, "save_every": 0, "validate_every": STEPS}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def folder(tmp_path_factory) -> Path:
     """Inputs, and the run of one process that every job has to repeat."""
     folder = tmp_path_factory.mktemp("slurm")
     make_inputs(folder / "inputs")
-    run(flags(folder / "inputs", folder / "runs", "alone", data_fingerprint=True, save_every=0))
+    run(flags(folder / "inputs", folder / "runs", "alone", **COMMON))
     return folder
 
 
@@ -45,7 +46,7 @@ class Jobs:
 
     def submit(self, name: str, *options: str, script: tuple[str, ...] = (), env: dict | None = None, **flag) -> str:
         """Job id of train.sbatch with sbatch's `options`, its own `script` options, variables and further flags."""
-        settings = {"data_fingerprint": True, "save_every": 0, "time_limit_margin": 10, **flag}
+        settings = {**COMMON, "time_limit_margin": 10, **flag}
         arguments = flags(self.folder / "inputs", flag.get("output_dir", self.runs), name, **settings)
         variables = {"PYTHON": ROOT / "tests" / "slurm_python.py", "OMP_NUM_THREADS": "1", **(env or {})}
         variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -110,7 +111,10 @@ def background(cluster, folder) -> dict[str, str]:
     assert node == "node1", "the first job gets the first node: the tests keep away from it"
     submitted = {
         "silent_node": silent,
-        "limit_signal": jobs.submit("limit_signal", "--time=1", "--signal=USR1@20", "-wnode2", env=slow),
+        # SLURM sends it up to a minute early: in such a short job perhaps at the start, so its steps are quicker.
+        "limit_signal": jobs.submit(
+            "limit_signal", "--time=1", "--signal=USR1@20", "-wnode2", env={"TEST_STEP_SECONDS": "1.2"}
+        ),
         "limit_silent": jobs.submit("limit_silent", "--time=1", "--signal=CONT@10", "-wnode2", env=slow),
         "crash_loop": jobs.submit(
             "crash_loop", "-wnode2", script=("--requeue_on_crash",), env={"TEST_KILL": "0:4"}, save_every=2
