@@ -111,7 +111,7 @@ def background(cluster, folder) -> dict[str, str]:
     assert node == "node1", "the first job gets the first node: the tests keep away from it"
     submitted = {
         "silent_node": silent,
-        # SLURM sends it up to a minute early: 40 to 100 s after the start, where a job of one minute may get it at once.
+        # SLURM sends it up to a minute early: 40 to 100 s after the start; a job of one minute may get it at once.
         "limit_signal": jobs.submit(
             "limit_signal", "--time=2", "--signal=USR1@20", "-wnode2", env={"TEST_STEP_SECONDS": "3.5"}
         ),
