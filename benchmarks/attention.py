@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.measuring import environment, time_of
 from ops.attention import relative_attention, relative_layout
 from ops.dropout import DropoutKeys, dropout_states, head_keys
 from ops.fused_attention import available, fused_layout, fused_relative_attention
@@ -133,22 +131,6 @@ def flashdeberta(x: Inputs) -> Callable[[], Tensor]:
     return run
 
 
-def time_of(function: Callable[[], Any], repetitions: int) -> float:
-    """Median milliseconds of one call."""
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(repetitions):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(1_000_000)  # about half a millisecond, in which the call is queued
-        start.record()
-        function()
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in times)
-
-
 def measure(make: Callable[[Inputs], Callable[[], Tensor]], x: Inputs, repetitions: int) -> dict[str, float]:
     """Milliseconds of a forward and its backward, and the memory that the forward leaves and the pair needs, in MiB."""
     run = make(x)
@@ -168,17 +150,6 @@ def measure(make: Callable[[Inputs], Callable[[], Tensor]], x: Inputs, repetitio
         "kept_mib": kept / 2**20,
         "peak_mib": peak / 2**20,
     }
-
-
-def commit() -> str:
-    """The repository's commit, with "+" where files differ from it; empty without git."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(_ROOT), "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return done.stdout.strip()
 
 
 def main() -> int:
@@ -240,13 +211,7 @@ def main() -> int:
             )
             torch.cuda.empty_cache()
     if options.output:
-        environment = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "commit": commit(),
-        }
-        contents = {"environment": environment, "settings": vars(options), "results": results}
+        contents = {"environment": environment(), "settings": vars(options), "results": results}
         Path(options.output).write_text(json.dumps(contents, indent=1))
     return 0
 
