@@ -13,8 +13,6 @@ the form of a checkpoint without optimizer, and serves as MODEL everywhere; trai
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
-from data.files import sync_folder
-from export.to_huggingface import ExportError, Parser, check_output
+from export.to_huggingface import ExportError, Parser, check_output, writing
 from model import ModelConfig, ModelConfigError
 from model_extra import build_model
 from training.checkpoint import CheckpointError, write_checkpoint
@@ -80,17 +77,8 @@ def convert(folder: Path, output: Path) -> None:
     files = {"config.json": (json.dumps(config.to_dict(), indent=1) + "\n").encode()}
     if text is not None:
         files["tokenizer.json"] = restore_tokenizer(text, values.get(TOKENIZER_NOTE)).encode()
-    temporary = output.with_name(f".{output.name}.partial")
-    try:
-        written = write_checkpoint(temporary, 0, {"model": tensors}, record, files)
-        if output.exists():
-            output.rmdir()  # empty, by check_output
-        os.rename(written, output)
-        sync_folder(output.parent)
-    except OSError as error:
-        raise ExportError(f"OUT {output} cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with writing(output) as (temporary, finish):
+        finish(write_checkpoint(temporary, 0, {"model": tensors}, record, files))
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -39,9 +39,9 @@ class GPTBertPreTrainedModel(PreTrainedModel):
 
     config_class = GPTBertConfig
     base_model_prefix = ""
-    _no_split_modules = ["Encoder"]  # noqa: RUF012
+    _no_split_modules = ["Encoder"]  # noqa: RUF012 - transformers' own declaration
     _supports_sdpa = True
-    _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"\.position_indices$"]  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"\.position_indices$"]  # noqa: RUF012 - transformers' own declaration
 
     config: GPTBertConfig
 
@@ -142,8 +142,8 @@ class GPTBertModel(GPTBertPreTrainedModel):
 class GPTBertLanguageModel(GPTBertPreTrainedModel):
     """What the masked and the causal model share: the head, tied to the word table."""
 
-    _tied_weights_keys = {"classifier.nonlinearity.5.weight": "embedding.word_embedding.weight"}  # noqa: RUF012
-    _keys_to_ignore_on_load_unexpected = [r"\.position_indices$"]  # noqa: RUF012
+    _tied_weights_keys = {"classifier.nonlinearity.5.weight": "embedding.word_embedding.weight"}  # noqa: RUF012 - transformers' own declaration
+    _keys_to_ignore_on_load_unexpected = [r"\.position_indices$"]  # noqa: RUF012 - transformers' own declaration
 
     def __init__(self, config: GPTBertConfig) -> None:
         super().__init__(config)

@@ -13,6 +13,8 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -86,16 +88,29 @@ def export(model_path: str | Path, output: Path, ema: bool = False, name: str = 
     missing = [token for token in _SPECIAL.values() if tokenizer.token_to_id(token) is None]
     if missing:
         raise ExportError(f"the tokenizer of {checkpoint.path} lacks {', '.join(missing)}, which exported models need")
-    temporary = output.with_name(f".{output.name}.partial")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+    with writing(output) as (temporary, finish):
         write_files(temporary, checkpoint, model, ema, name, name or output.name)
+        finish(temporary)
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[tuple[Path, Callable[[Path], None]]]:
+    """A folder to write into, and what makes it, or a folder in it, `output`, which is written whole or not at all.
+
+    Call `check_output` first. Raises ExportError where the disk refuses.
+    """
+    temporary = output.with_name(f".{output.name}.partial")
+
+    def finish(folder: Path) -> None:
         if output.exists():
             output.rmdir()  # empty, by check_output
-        os.rename(temporary, output)
+        os.rename(folder, output)
         sync_folder(output.parent)
+
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary, finish
     except OSError as error:
         raise ExportError(f"OUT {output} cannot be written: {error.strerror}") from error
     finally:

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import torch
-from tokenizers import trainers
+from runs import train_on
 
 from export.to_huggingface import export
 from model import LTGBert, ModelConfig
 from model_extra import build_model
-from preprocessing.tokenizer import ALPHABET, SPECIAL_TOKENS, new_tokenizer
 from training.checkpoint import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,12 +29,7 @@ FORMS = {
 
 def tokenizer_text() -> str:
     """A tokenizer.json as preprocessing/train_tokenizer.py makes it."""
-    tokenizer = new_tokenizer()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=list(ALPHABET), show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    return tokenizer.to_str()
+    return train_on(TEXT, VOCABULARY).to_str()
 
 
 def random_model(form: str, seed: int = 0) -> LTGBert:

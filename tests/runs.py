@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from data.shards import tokenizer_hash, write_shard
+from preprocessing.tokenizer import ALPHABET, SPECIAL_TOKENS, new_tokenizer
 from training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +35,17 @@ def make_texts(count: int, seed: int) -> list[str]:
             place = (place * 2 + generator.choice((1, 1, 1, 4))) % len(_WORDS)
         texts.append(" ".join(words))
     return texts
+
+
+def train_on(text: str, vocab_size: int) -> Tokenizer:
+    """A tokenizer of this project's kind for one text; special tokens in a text are text."""
+    tokenizer = new_tokenizer()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=list(ALPHABET), show_progress=False
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def make_inputs(folder: Path, documents: int = 600, dropout: float = 0.1, **model) -> Path:

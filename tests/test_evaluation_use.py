@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import train_on
 from tokenizers import Tokenizer
 
 from evaluation import decoding, fill_mask, generate
 from evaluation.decoding import Sampling, TextStream, UsableModel, UseError, candidates, continuations, draw
 from model import ModelConfig
 from model_extra import build_model
-from preprocessing.tokenizer import ALPHABET, SPECIAL_TOKENS, new_tokenizer
 from training.checkpoint import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,15 +34,7 @@ TEXT = "The function returns the length of the list. The list holds é, naïve a
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    from tokenizers import trainers
-
-    tokenizer = new_tokenizer()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=list(ALPHABET), show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    tokenizer.encode_special_tokens = True
-    return tokenizer
+    return train_on(TEXT, 320)
 
 
 @pytest.fixture(scope="module")

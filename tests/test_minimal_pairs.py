@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import flags, make_inputs, run
+from runs import flags, make_inputs, run, train_on
 from tokenizers import Tokenizer
 
 from evaluation import minimal_pairs
 from evaluation.minimal_pairs import TEMPERATURES, select_temperature, selecting_half, summarise
 from model import ModelConfig
 from model_extra import GPTBert
-from preprocessing.tokenizer import ALPHABET, SPECIAL_TOKENS, new_tokenizer
 from slurm.environment import Environment
 from training.checkpoint import write_checkpoint
 from training.config import ConfigError, TrainingConfig
@@ -59,15 +58,7 @@ LAYOUT = Layout(4, 64)
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    from tokenizers import trainers
-
-    tokenizer = new_tokenizer()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=list(ALPHABET), show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    tokenizer.encode_special_tokens = True
-    return tokenizer
+    return train_on(TEXT, 300)
 
 
 def tiny_config(vocab_size: int) -> ModelConfig:
