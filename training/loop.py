@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from tokenizers import Tokenizer
 
 from data.corpus import CorpusError
 from data.hashing import fold
@@ -40,13 +39,11 @@ from training.distributed import CollectiveError, World
 from training.ema import Ema
 from training.metrics import Recorder, keep_until, wandb_mode
 from training.micro_step import MicroSteps, records_graphs
-from training.minimal_pairs import PairScorer, evaluate_pairs, pairs_line
+from training.minimal_pairs import pairs_line
 from training.optimizers import load_named_state, make_optimizer, named_state
 from training.parallel import compile_layers, parallelize
 from training.report_data import SAMPLES
-from training.report_samples import Sampler, from_corpus, labelled
 from training.reporting import report, report_traceback
-from training.sentence_scores import Layout
 from training.setup import (
     Inputs,
     RunFolder,
@@ -71,7 +68,7 @@ from training.stopping import (
 )
 from training.summary import describe
 from training.update import WeightUpdate
-from training.validation import validate
+from training.validation import pair_metrics, sample_texts, validation_metrics
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _INITIALISATION = 301  # purpose of the key that seeds the initial weights
@@ -271,36 +268,6 @@ def save(state: TrainState, inputs: Inputs, world: World, records: Records | Non
         records.saved(state.step, time.monotonic() - began, place)
 
     on_main(world, write)
-
-
-def validation_metrics(state: TrainState, inputs: Inputs, world: World) -> dict[str, Any]:
-    """Validation of the weights and of their average."""
-    assert inputs.held_out is not None
-    arguments = (inputs.held_out, world, inputs.config.local_batch_size, bool(inputs.config.mixed_precision))
-    metrics = validate(state.model, *arguments, prefix="valid/")
-    with state.ema.swapped_in(state.model):
-        metrics |= validate(state.model, *arguments, prefix="valid/ema_")
-    return {"step": state.step, "stats/tokens": inputs.plan.tokens_before(state.step), **metrics}
-
-
-def pair_metrics(state: TrainState, inputs: Inputs, pairs: PairScorer, world: World) -> dict[str, Any]:
-    """Minimal pairs with the averaged weights, in batches of the shape that validation uses."""
-    config = inputs.config
-    layout = Layout(config.local_batch_size, config.seq_length)
-    with state.ema.swapped_in(state.model):
-        metrics = evaluate_pairs(state.model, pairs, world, layout, config.evaluate_mode, bool(config.mixed_precision))
-    return {"step": state.step, "stats/tokens": inputs.plan.tokens_before(state.step), **metrics}
-
-
-def sample_texts(state: TrainState, inputs: Inputs) -> list[dict[str, Any]]:
-    """What the averaged weights make of held-out documents; for one rank, on its own."""
-    config, held_out = inputs.config, inputs.held_out
-    if held_out is None or not config.validation_samples:
-        return []
-    tokenizer = Tokenizer.from_str(inputs.tokenizer_text)
-    material = from_corpus(held_out.corpus, tokenizer, config.validation_samples)
-    with state.ema.swapped_in(state.model):
-        return labelled(Sampler(state.model, tokenizer, eager=bool(config.compile)).take(material), state.step)
 
 
 def checkpoint_bytes(state: TrainState) -> int:

@@ -1,16 +1,23 @@
-"""Loss, perplexity and accuracy of both objectives on a held-out set, the same on any number of ranks."""
+"""What is measured between steps: held-out loss, perplexity and accuracy, minimal pairs, and what the model writes."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 
 from data.loader import ValidationSet, micro_batch_rows
 from data.plan import OBJECTIVES
 from training.distributed import World
+from training.minimal_pairs import PairScorer, evaluate_pairs
 from training.objective import evaluate, sums_by_objective
+from training.report_samples import Sampler, from_corpus, labelled
+from training.sentence_scores import Layout
+from training.setup import Inputs
+from training.step import TrainState
 
 
 @torch.no_grad()
@@ -39,3 +46,33 @@ def validate(
             metrics[f"{prefix}{name}_perplexity"] = math.exp(min(loss / count, 700.0))
             metrics[f"{prefix}{name}_accuracy"] = correct / count
     return metrics
+
+
+def validation_metrics(state: TrainState, inputs: Inputs, world: World) -> dict[str, Any]:
+    """Validation of the weights and of their average."""
+    assert inputs.held_out is not None
+    arguments = (inputs.held_out, world, inputs.config.local_batch_size, bool(inputs.config.mixed_precision))
+    metrics = validate(state.model, *arguments, prefix="valid/")
+    with state.ema.swapped_in(state.model):
+        metrics |= validate(state.model, *arguments, prefix="valid/ema_")
+    return {"step": state.step, "stats/tokens": inputs.plan.tokens_before(state.step), **metrics}
+
+
+def pair_metrics(state: TrainState, inputs: Inputs, pairs: PairScorer, world: World) -> dict[str, Any]:
+    """Minimal pairs with the averaged weights, in batches of the shape that validation uses."""
+    config = inputs.config
+    layout = Layout(config.local_batch_size, config.seq_length)
+    with state.ema.swapped_in(state.model):
+        metrics = evaluate_pairs(state.model, pairs, world, layout, config.evaluate_mode, bool(config.mixed_precision))
+    return {"step": state.step, "stats/tokens": inputs.plan.tokens_before(state.step), **metrics}
+
+
+def sample_texts(state: TrainState, inputs: Inputs) -> list[dict[str, Any]]:
+    """What the averaged weights make of held-out documents; for one rank, on its own."""
+    config, held_out = inputs.config, inputs.held_out
+    if held_out is None or not config.validation_samples:
+        return []
+    tokenizer = Tokenizer.from_str(inputs.tokenizer_text)
+    material = from_corpus(held_out.corpus, tokenizer, config.validation_samples)
+    with state.ema.swapped_in(state.model):
+        return labelled(Sampler(state.model, tokenizer, eager=bool(config.compile)).take(material), state.step)
