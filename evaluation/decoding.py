@@ -259,8 +259,8 @@ def for_each_line(flag: str, use: Callable[[str], None]) -> None:
 
 def _asked() -> Iterator[str]:
     """Lines typed in a terminal, until Ctrl-D."""
-    with contextlib.suppress(ImportError):  # not on every system; importing it is what lets input() edit lines
-        import readline  # noqa: F401
+    with contextlib.suppress(ImportError):  # not on every system
+        import readline  # noqa: F401 - importing it is what lets input() edit lines
     while True:
         try:
             if sys.stdout.isatty():

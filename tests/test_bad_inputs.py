@@ -83,7 +83,7 @@ def refused(arguments: list[str], capsys, *says: str, world=single_world) -> str
 )
 def test_wrong_values(inputs, tmp_path, capsys, options, says):
     if options.get("device") == "cuda" and torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
+        pytest.skip("this machine has a CUDA device")  # asking for it is then no mistake
     output = options.get("output_dir", tmp_path)
     rest = {key: value for key, value in options.items() if key != "output_dir"}
     refused(flags(inputs, output, **rest), capsys, *says)
@@ -234,7 +234,7 @@ def test_full_disk_for_real(inputs, tmp_path):
         ["mount", "-t", "tmpfs", "-o", f"size={int(size * 1.6)}", "tmpfs", str(small)], capture_output=True, text=True
     )
     if mounted.returncode:
-        pytest.skip(f"no mount: {mounted.stderr}")
+        pytest.skip(f"no mount: {mounted.stderr}")  # a container may forbid it to root
     try:
         done = run(flags(inputs, small, save_every=5), check=False)
         assert done.returncode == 1

@@ -261,7 +261,7 @@ def test_too_full_a_file_system(inputs, tmp_path, capsys):
         ["mount", "-t", "tmpfs", "-o", "size=1100k", "tmpfs", str(small)], capture_output=True, text=True
     )
     if mounted.returncode:
-        pytest.skip(f"no mount: {mounted.stderr}")
+        pytest.skip(f"no mount: {mounted.stderr}")  # a container may forbid it to root
     try:
         given = arguments(inputs, small, save_every=5)
         code, rows, _ = examined(capsys, given, tmp_path / "report.json")

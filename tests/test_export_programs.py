@@ -36,7 +36,7 @@ def needs(*packages: str) -> None:
         try:
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            pytest.skip(f"needs {name} (requirements.lock has it)")
+            pytest.skip(f"needs {name} (requirements.lock has it)")  # a GPU machine tests with the packages it has
 
 
 @pytest.fixture(scope="module")

@@ -281,7 +281,7 @@ def browser() -> Iterator[Browser]:
     try:
         running = Browser()
     except CannotRun as error:
-        pytest.skip(str(error))
+        pytest.skip(str(error))  # no Chromium, and no apt or no root to install it; the message says which
     yield running
     running.close()
 

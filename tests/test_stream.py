@@ -88,14 +88,18 @@ def test_every_epoch_holds_every_document_once_in_a_new_order(tmp_path, lengths)
     assert len(documents) < 6 or split_documents(epoch_tokens(other, 0)) != orders[0]
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_any_range_equals_the_slice_of_the_whole(tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("shards")
+def draw_stream(folder: Path, data: st.DataObject) -> TokenStream:
+    """A stream of any documents in one to three shards, in stored or keyed order."""
     lengths = data.draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=90), min_size=1, max_size=3))
     write_documents(folder, lengths)
     eos = data.draw(st.sampled_from([EOS, None]))
-    stream = TokenStream(open_corpus(str(folder / "*.shard"), eos), key=data.draw(st.none() | st.integers(0, 99)))
+    return TokenStream(open_corpus(str(folder / "*.shard"), eos), key=data.draw(st.none() | st.integers(0, 99)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_range_equals_the_slice_of_the_whole(tmp_path_factory, data):
+    stream = draw_stream(tmp_path_factory.mktemp("shards"), data)
     total = stream.corpus.tokens_before_epoch(3)
     whole, origins = stream.read(0, total, origins=True)
     begin = data.draw(st.integers(0, total - 1))
@@ -108,11 +112,7 @@ def test_any_range_equals_the_slice_of_the_whole(tmp_path_factory, data):
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_rows_from_anywhere_equal_slices_of_the_whole(tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("shards")
-    lengths = data.draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=90), min_size=1, max_size=3))
-    write_documents(folder, lengths)
-    eos = data.draw(st.sampled_from([EOS, None]))
-    stream = TokenStream(open_corpus(str(folder / "*.shard"), eos), key=data.draw(st.none() | st.integers(0, 99)))
+    stream = draw_stream(tmp_path_factory.mktemp("shards"), data)
     total = stream.corpus.tokens_before_epoch(3)
     whole, origins = stream.read(0, total, origins=True)
     count = data.draw(st.integers(1, total))

@@ -147,16 +147,16 @@ def test_without_kernels_it_is_the_definition(max_norm: float):
 
 def leave_one_out(update: WeightUpdate) -> None:
     """Steps in which one parameter gets no gradient: it stays, and its average comes closer to it."""
-    left, average = update.model.weight4, update.ema.state_dict()["weight4"]  # type: ignore[union-attr]
+    left, average = update.model.get_parameter("weight4"), update.ema.state_dict()["weight4"]
     run(update, range(1, 2))
     with torch.no_grad():
         average.zero_()
-    before = left.detach().clone()  # type: ignore[union-attr]
+    before = left.detach().clone()
     for step in (2, 3):
         give(update.model, gradients(SIZES, step), bucket=False)
-        left.grad = None  # type: ignore[union-attr]
+        left.grad = None
         update()
-    assert torch.equal(left, before)  # type: ignore[arg-type]
+    assert torch.equal(left, before)
     torch.testing.assert_close(average, before * (1 - EMA_DECAY**2))
 
 
@@ -232,7 +232,9 @@ def test_kernels_leave_a_parameter_without_gradient_alone():
 def test_kernels_show_a_gradient_that_is_not_finite():
     update = make_update(Plain(device="cuda"), 1.0)
     give(update.model, gradients(SIZES, 1), bucket=False)
-    update.model.weight7.grad[-1] = math.nan  # type: ignore[union-attr,index]
+    gradient = update.model.get_parameter("weight7").grad
+    assert gradient is not None
+    gradient[-1] = math.nan
     assert math.isnan(float(update()))
 
 
@@ -254,10 +256,11 @@ def test_kernels_refuse_what_they_would_misread():
 def test_gradients_that_do_not_fit_take_the_twin():
     update = make_update(Plain((6,), device="cuda"), 1.0)
     assert update._fused is not None
-    update.model.weight0.grad = torch.ones(12, device="cuda")[::2]  # type: ignore[union-attr]
-    before = update.model.weight0.detach().clone()  # type: ignore[union-attr]
+    weight = update.model.get_parameter("weight0")
+    weight.grad = torch.ones(12, device="cuda")[::2]
+    before = weight.detach().clone()
     assert float(update()) == pytest.approx(math.sqrt(6))
-    assert not torch.equal(update.model.weight0, before)  # type: ignore[arg-type]
+    assert not torch.equal(weight, before)
 
 
 @pytest.mark.gpu
