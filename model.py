@@ -1,24 +1,22 @@
-"""LTG-BERT (Samuel et al., 2023): configuration, blocks, and the model for masked and causal language modelling.
+"""LTG-BERT (Samuel et al., 2023): its blocks, and the model for masked and causal language modelling.
 
-Parameters have the names of the published code, so its checkpoints load. The model knows no ranks, flags or files
-beyond its configuration. GPT-BERT, which adds a gate and depth-weighted averaging, is in model_extra.py.
+Parameters have the names of the published code, so its checkpoints load. The model knows no ranks, flags or files.
+ModelConfig is in model_config.py; GPT-BERT, which adds a gate and depth-weighted averaging, in model_extra.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model_config import ModelConfig
+from model_config import ModelConfigError as ModelConfigError
 from ops.attention import RelativeLayout, relative_attention, relative_layout
 from ops.dropout import (
     DropoutKeys,
@@ -44,119 +42,6 @@ Stream = ResidualStream | FusedResidualStream
 # Places where dropout is applied (`site` in ops/dropout.py): two of the whole model, then four of each layer.
 _EMBEDDING_SITE, _HEAD_SITE, _FIRST_LAYER_SITE = 0, 1, 2
 _RELATIVE, _PROBABILITIES, _ATTENTION_OUTPUT, _FEED_FORWARD, _SITES_PER_LAYER = range(5)
-
-
-class ModelConfigError(ValueError):
-    """A model configuration cannot be used; the message names the file, the key, its value and what would be right."""
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of a model, by the names of Hugging Face's configurations. Raises ModelConfigError on impossible values.
-
-    position_bucket_size b: the relative position tables have 2b - 1 slots; distances of max_position_embeddings - 1
-    and beyond share the last one (rows may be longer). attention_probs_dropout_prob is the probability of all of
-    attention's dropouts: relative embeddings, probabilities and output.
-    position_embedding "rope" has no position tables: queries and keys are rotated (base rope_theta), which runs on
-    plain fused attention kernels. These cannot drop probabilities by counter-based keys, so with "rope" attention
-    probabilities are never dropped; all other dropouts apply.
-    model_type: "gpt-bert" (model_extra.GPTBert) or "ltg-bert" (LTGBert).
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_hidden_layers: int
-    vocab_size: int
-    max_position_embeddings: int = 512
-    position_bucket_size: int = 32
-    attention_probs_dropout_prob: float = 0.1
-    hidden_dropout_prob: float = 0.1
-    layer_norm_eps: float = 1e-5
-    position_embedding: str = "relative"
-    rope_theta: float = 10000.0
-    model_type: str = "gpt-bert"
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), field.type)
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ModelConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("attention_probs_dropout_prob", "hidden_dropout_prob"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ModelConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
-        for name in ("layer_norm_eps", "rope_theta"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ModelConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if self.hidden_size % self.num_attention_heads:
-            raise ModelConfigError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
-            )
-        if self.position_embedding not in ("relative", "rope"):
-            raise ModelConfigError(f'position_embedding is "{self.position_embedding}"; choose "relative" or "rope"')
-        if self.position_embedding == "rope" and self.head_dim % 2:
-            raise ModelConfigError(
-                f"hidden_size {self.hidden_size} over num_attention_heads {self.num_attention_heads} gives heads of "
-                f'{self.head_dim} features; position_embedding "rope" needs an even number'
-            )
-        if self.position_bucket_size < 2:
-            raise ModelConfigError(f"position_bucket_size is {self.position_bucket_size}; it must be at least 2")
-        if self.max_position_embeddings < self.position_bucket_size // 2 + 2:
-            raise ModelConfigError(
-                f"max_position_embeddings is {self.max_position_embeddings}; with position_bucket_size "
-                f"{self.position_bucket_size} it must be at least {self.position_bucket_size // 2 + 2}"
-            )
-        if self.model_type not in ("gpt-bert", "ltg-bert"):
-            raise ModelConfigError(f'model_type is "{self.model_type}"; choose "gpt-bert" or "ltg-bert"')
-
-    @property
-    def head_dim(self) -> int:
-        """Features of one attention head."""
-        return self.hidden_size // self.num_attention_heads
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
-        """Configuration from its JSON object. Raises ModelConfigError on unknown, missing or impossible values."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key in values:
-            if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
-                hint = f'did you mean "{close[0]}"?' if close else f"the keys are {', '.join(known)}"
-                raise ModelConfigError(f'unknown key "{key}"; {hint}')
-        for field in dataclasses.fields(cls):
-            if field.default is dataclasses.MISSING and field.name not in values:
-                raise ModelConfigError(f'key "{field.name}" is missing')
-        return cls(**values)
-
-    @classmethod
-    def from_json(cls, path: str | Path) -> ModelConfig:
-        """Configuration from a JSON file. Raises ModelConfigError, naming the file."""
-        try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ModelConfigError(f"{path}: there is no such model configuration") from None
-        except OSError as error:
-            raise ModelConfigError(f"{path}: cannot be read ({error.strerror})") from error
-        except ValueError as error:  # not JSON, or not UTF-8
-            raise ModelConfigError(f"{path}: is not a JSON file ({error})") from error
-        if not isinstance(values, dict):
-            raise ModelConfigError(f"{path}: holds no JSON object of model sizes")
-        try:
-            return cls.from_dict(values)
-        except ModelConfigError as error:
-            raise ModelConfigError(f"{path}: {error}") from None
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields, as `from_dict` takes them."""
-        return dataclasses.asdict(self)
-
-
-def _check_type(name: str, value: Any, annotation: Any) -> None:
-    expected = {"int": (int,), "float": (int, float), "str": (str,)}[annotation]
-    if not isinstance(value, expected) or isinstance(value, bool):
-        kind = {"int": "a whole number", "float": "a number", "str": "a string"}[annotation]
-        raise ModelConfigError(f"{name} is {value!r}; it must be {kind}")
 
 
 class Embedding(nn.Module):

@@ -97,9 +97,7 @@ def position_tables(
             one = (by_step[step][rows] == (group * 8 + lane // 4)[:, None]).long() * 0x3F80  # bfloat16 1.0
             fragments.append(torch.stack((one[:, 0] | one[:, 1] << 16, one[:, 2] | one[:, 3] << 16), dim=-1))
     fragments.append(torch.zeros_like(fragments[0]))  # the kernel reads one ahead
-    tables = (slots, torch.stack(fragments), torch.tensor(groups))
-    first_table, second_table, third_table = (table.int().to(device) for table in tables)
-    return first_table, second_table, third_table
+    return slots.int().to(device), torch.stack(fragments).int().to(device), torch.tensor(groups).int().to(device)
 
 
 def fused_relative_attention(

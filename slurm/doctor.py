@@ -16,11 +16,8 @@ import json
 import os
 import signal
 import sys
-import textwrap
 import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -37,11 +34,12 @@ import torch.distributed as dist
 
 from slurm.environment import Environment, EnvironmentProblem, read_environment
 from training import machine_checks, run_checks
-from training.checks import FAIL, OK, SKIP, WARN, Row, ranks_text, time_text
+from training.checks import FAIL, OK, SKIP, WARN, Row, time_text
+from training.checkup import COLUMNS, Doctor, Report, sentence
 from training.config import ConfigError, TrainingConfig, make_parser, parse_config
-from training.distributed import CollectiveError, World, choose_device, start_world
-from training.loop import USER_ERRORS, resolve_device_defaults
-from training.meeting import Meeting, OtherRankFailed, RankLost
+from training.distributed import World, choose_device, start_world
+from training.loop import resolve_device_defaults
+from training.meeting import Meeting, RankLost
 from training.metrics import wandb_mode
 from training.setup import Inputs, check_world, read_inputs
 from training.trial import (
@@ -58,136 +56,6 @@ _DESCRIPTION = "Check machines, network, run folder, shards and one real step be
 _CHECKSUM_SECONDS = 4 * 3600.0  # terabytes of shards
 _STEP_SECONDS = 900.0  # several compilations and steps
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_COLUMNS, _CHECK, _RESULT = 120, 14, 6
-
-
-# Checks on all ranks
-
-
-class Report:
-    """The table, printed by rank 0 row by row."""
-
-    def __init__(self, shown: bool):
-        self.rows: list[Row] = []
-        self._shown = shown
-        if shown:
-            print(f"{'check':<{_CHECK}}  {'result':<{_RESULT}}  detail\n{'-' * _COLUMNS}", flush=True)
-
-    def add(self, *rows: Row) -> None:
-        """Take rows, and print them."""
-        self.rows += rows
-        for row in rows if self._shown else ():
-            print(_table_line(row), flush=True)
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Rows by result."""
-        return Counter(row.result for row in self.rows)
-
-    def summary(self) -> str:
-        """The last line."""
-        wanted = [OK, WARN, FAIL] + [SKIP] * (SKIP in self.counts)
-        return "doctor: " + ", ".join(f"{self.counts[result]} {result}" for result in wanted)
-
-
-def _table_line(row: Row) -> str:
-    indent = " " * (_CHECK + _RESULT + 4)
-    lines = row.detail.splitlines() + ([f"-> {row.remedy}"] if row.remedy else [])
-    options = {"width": _COLUMNS - len(indent), "break_long_words": False, "break_on_hyphens": False}
-    wrapped = [part for line in lines for part in textwrap.wrap(line, subsequent_indent="  ", **options) or [""]]
-    head = f"{row.check:<{_CHECK}}  {row.result:<{_RESULT}}  "
-    return head + f"\n{indent}".join(wrapped)
-
-
-class Doctor:
-    """Runs checks on all ranks in the same order, whatever fails on one of them."""
-
-    def __init__(self, meeting: Meeting, report: Report, verbose: bool):
-        self.meeting, self.report, self._verbose = meeting, report, verbose
-
-    def check(
-        self,
-        name: str,
-        measure: Callable[[], Any],
-        judge: Callable[[dict[int, Any]], Row | list[Row] | None] = lambda facts: None,
-        patience: float | None = None,
-        remedy: str = "--verbose shows where this came from",
-    ) -> dict[int, Any] | None:
-        """measure() on every rank, then judge(its values by rank) to rows on rank 0.
-
-        remedy: for errors that are no sentences with a remedy themselves. Returns the values, or None where a rank
-        failed or got lost: the same on all ranks.
-        """
-        known = set(self.meeting.lost)
-        answers = self.meeting.gather(self._attempt(measure), patience)
-        lost, problems = self.meeting.lost - known, _problems(answers)
-        if self.meeting.rank == 0:
-            seconds = time_text(patience or self.meeting.patience)
-            if lost:
-                detail = f"rank{'s' * (len(lost) > 1)} {ranks_text(lost)} did not answer within {seconds}"
-                self.report.add(
-                    Row(name, FAIL, detail, "look for their errors in the job's output; --timeout waits longer")
-                )
-            elif problems:
-                explained = all(answer.get("explained", True) for answer in answers.values())
-                self.report.add(Row(name, FAIL, problems, "" if explained else remedy))
-            else:
-                rows = self._attempt(lambda: judge({rank: answer["value"] for rank, answer in answers.items()}))
-                found = Row(name, FAIL, rows["error"], remedy) if "error" in rows else rows["value"]
-                self.report.add(*(found if isinstance(found, list) else [found] if found else []))
-        return None if lost or problems else {rank: answer["value"] for rank, answer in answers.items()}
-
-    def _attempt(self, function: Callable[[], Any]) -> dict[str, Any]:
-        """The function's value, or its error as a sentence; an error is no end."""
-        try:
-            return {"value": function()}
-        except Exception as error:
-            if self._verbose:
-                traceback.print_exc()
-            explained = isinstance(error, (*USER_ERRORS, torch.OutOfMemoryError))
-            follows = isinstance(error, OtherRankFailed | CollectiveError)
-            return {"error": _sentence(error), "explained": explained, "follows": follows}
-
-    def together(
-        self,
-        name: str,
-        measure: Callable[[], Any],
-        judge: Callable[[dict[int, Any]], Row | list[Row]],
-        seconds: float,
-        device: torch.device,
-        remedy: str,
-    ) -> dict[int, Any] | None:
-        """`check` for a measurement in which ranks wait for each other, for at most `seconds`."""
-        meeting = self.meeting
-        patience = seconds + meeting.patience  # the slowest rank may begin and give up that much later
-        found = self.check(name, lambda: meeting.together(measure, seconds, device), judge, patience, remedy)
-        meeting.broken |= found is None
-        return found
-
-    def skip(self, reason: str, *names: str) -> None:
-        """Rows for checks that cannot apply."""
-        self.report.add(*(Row(name, SKIP, reason) for name in names))
-
-
-def _sentence(error: BaseException) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"{str(error).split('. ')[0]}; lower --local_batch_size: it changes speed alone"
-    text = " ".join(str(error).split())[:500]
-    if isinstance(error, (*USER_ERRORS, CollectiveError, OtherRankFailed, RankLost, TimeoutError)):
-        return text
-    return f"{type(error).__name__}: {text}"
-
-
-def _problems(answers: Mapping[int, dict[str, Any]]) -> str:
-    """What went wrong on which ranks; ranks that only waited for a failed one are left out."""
-    failed = {rank: answer for rank, answer in answers.items() if "error" in answer}
-    first = {rank: answer for rank, answer in failed.items() if not answer["follows"]} or failed
-    found: dict[str, list[int]] = {}
-    for rank, answer in first.items():
-        found.setdefault(answer["error"], []).append(rank)
-    if len(found) == 1 and len(first) == len(answers):
-        return next(iter(found))
-    return "\n".join(f"ranks {ranks_text(ranks)}: {error}" for error, ranks in found.items())
 
 
 # The examination
@@ -444,10 +312,10 @@ def main(arguments: Sequence[str]) -> int:
         examine(Doctor(meeting, report, options.verbose), request)
     except (RankLost, RuntimeError) as error:  # torch's errors of the store are RuntimeErrors
         if rank:
-            print(f"[rank {rank}] error: {_sentence(error)}", file=sys.stderr, flush=True)
+            print(f"[rank {rank}] error: {sentence(error)}", file=sys.stderr, flush=True)
             return _leave(meeting, 1)
         remedy = "MASTER_ADDR and MASTER_PORT must lead to rank 0, and the port must be free"
-        report.add(Row("meeting", FAIL, _sentence(error), remedy))
+        report.add(Row("meeting", FAIL, sentence(error), remedy))
     except KeyboardInterrupt:
         print("interrupted: what was written to the run folder is removed", file=sys.stderr, flush=True)
         return 130
@@ -457,7 +325,7 @@ def main(arguments: Sequence[str]) -> int:
     if rank:
         return _leave(meeting, 0)  # rank 0 speaks for all
     code = 1 if report.counts[FAIL] else 0
-    print(f"{'-' * _COLUMNS}\n{report.summary()}", flush=True)
+    print(f"{'-' * COLUMNS}\n{report.summary()}", flush=True)
     if options.json:
         try:
             _write_json(options.json, report, arguments, code)

@@ -63,11 +63,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a few documents, parts of documents of a few lines."""
-    from preprocessing import corpora
+    """Chunks of a few documents, parts of documents of a few lines, merged in small blocks."""
+    from preprocessing import corpora, parts
 
     monkeypatch.setattr(corpora, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(corpora, "DOCUMENT_BYTES", 4000)
+    monkeypatch.setattr(parts, "MERGED_TOKENS", 700)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from runs import train_on
+from runs import TEXT, train_on
 
 from export.to_huggingface import export
 from model import LTGBert, ModelConfig
@@ -18,7 +18,6 @@ from training.checkpoint import write_checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 PAD, BOS, EOS, MASK = 3, 1, 2, 4
 VOCABULARY = 320  # at most so many words
-TEXT = "The function returns the length of the list. The list holds é, naïve and 東京 words. " * 20
 FORMS = {
     "gpt-bert": {"model_type": "gpt-bert"},
     "ltg-bert": {"model_type": "ltg-bert"},

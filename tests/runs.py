@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<mask>", *(f"<special_{i}>" for i in range(11))]
 _WORDS = ("the", "cat", "dog", "sees", "runs", "to", "a", "tree", "and", "sleeps", "near", "old", "house", "by", "day")
 VOCABULARY = 320
+TEXT = "The function returns the length of the list. The list holds é, naïve and 東京 words. " * 20
 
 
 def make_texts(count: int, seed: int) -> list[str]:
@@ -119,12 +120,12 @@ def flags(inputs: Path, output: Path, name: str = "run", **options) -> list[str]
     return result
 
 
-def command(arguments: list[str], ranks: int = 0) -> list[str]:
-    """The command of a run: 0 ranks is train_single_gpu.py, others train_multi_gpu.py under torchrun."""
+def command(arguments: list[str], ranks: int = 0, script: Path | None = None) -> list[str]:
+    """The command of a run: 0 ranks is train_single_gpu.py, others train_multi_gpu.py under torchrun; or `script`."""
     if ranks == 0:
-        return [sys.executable, str(ROOT / "train_single_gpu.py"), *arguments]
+        return [sys.executable, str(script or ROOT / "train_single_gpu.py"), *arguments]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [*launcher, str(ROOT / "train_multi_gpu.py"), *arguments]
+    return [*launcher, str(script or ROOT / "train_multi_gpu.py"), *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -134,10 +135,12 @@ def environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 
-def run(arguments: list[str], ranks: int = 0, check: bool = True) -> subprocess.CompletedProcess[str]:
+def run(
+    arguments: list[str], ranks: int = 0, check: bool = True, script: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Train to the end."""
     done = subprocess.run(
-        command(arguments, ranks), capture_output=True, text=True, timeout=600, env=environment(), check=False
+        command(arguments, ranks, script), capture_output=True, text=True, timeout=600, env=environment(), check=False
     )
     if check and done.returncode != 0:
         raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")

@@ -1,35 +1,19 @@
-"""generate.py and fill_mask.py: the draw of a token, the shift by one, bytes and special tokens, and clear refusals."""
+"""What generate.py and fill_mask.py do with a model: the draw of a token, the shift by one, bytes, special tokens."""
 
-import contextlib
-import fcntl
-import io
-import json
 import math
-import os
-import pty
-import select
-import subprocess
-import sys
-import termios
-import time
-from pathlib import Path
 
 import pytest
 import torch
-from runs import train_on
+from evaluating import tiny_model
+from runs import TEXT, train_on
 from tokenizers import Tokenizer
 
-from evaluation import decoding, fill_mask, generate
+from evaluation import fill_mask
 from evaluation.decoding import Sampling, TextStream, UsableModel, UseError, candidates, continuations, draw
-from model import ModelConfig
-from model_extra import build_model
-from training.checkpoint import write_checkpoint
 
-ROOT = Path(__file__).resolve().parent.parent
 BOS, EOS, MASK = 1, 2, 4
 NOTHING = torch.empty(0, dtype=torch.int64)
 CPU = torch.device("cpu")
-TEXT = "The function returns the length of the list. The list holds é, naïve and 東京 words. " * 20
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +23,8 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def tiny(tokenizer: Tokenizer) -> UsableModel:
-    """A random hybrid model; what it writes is noise, but what it may read and write is exact."""
-    config = ModelConfig.from_dict(
-        {
-            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
-            "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 64, "position_bucket_size": 8,
-            "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "layer_norm_eps": 1e-5,
-        }
-    )  # fmt: skip
-    model = build_model(config, torch.Generator().manual_seed(0)).eval()
-    return UsableModel(model, tokenizer, CPU)
+    """What it writes is noise, but what it may read and write is exact."""
+    return UsableModel(tiny_model(tokenizer.get_vocab_size()), tokenizer, CPU)
 
 
 class Script:
@@ -272,74 +248,6 @@ def test_real_model_takes_a_prompt_longer_than_its_positions(tiny):
     assert len(list(continuation(tiny, prompt, 3, Sampling(temperature=0), torch.Generator()))) <= 3
 
 
-def use(monkeypatch, tiny, script, arguments, stdin=""):
-    monkeypatch.setattr(decoding, "load_model", lambda path, ema, device: (tiny.model, tiny.tokenizer, None))
-    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
-    return script.main(["RUN", "--device", "cpu", *arguments])
-
-
-def test_generate_command_is_repeatable_and_numbers_seeds_by_sample(monkeypatch, tiny, capsys):
-    def output(*arguments):
-        assert use(monkeypatch, tiny, generate, ["--prompt", "The list", "--max_new_tokens", "5", *arguments]) == 0
-        return capsys.readouterr().out
-
-    both = output("--num_samples", "2", "--seed", "3")
-    assert both == output("--num_samples", "2", "--seed", "3")
-    assert both == output("--seed", "3") + output("--seed", "4")
-    assert both.startswith("The list")
-    assert both.endswith("\n\n")
-
-
-def test_generate_reads_lines_and_begins_documents(monkeypatch, tiny, capsys):
-    assert use(monkeypatch, tiny, generate, ["--max_new_tokens", "2"], stdin="The list\n\nThe end\n") == 0
-    lines = capsys.readouterr().out
-    assert lines.startswith("The list")
-    assert "\nThe end" in lines
-    assert use(monkeypatch, tiny, generate, ["--max_new_tokens", "2", "--prompt", ""]) == 0
-    assert capsys.readouterr().out.strip()
-
-
-def test_fill_mask_command_prints_candidates_and_the_filled_text(monkeypatch, tiny, capsys):
-    text = "The <mask> returns the <mask>."
-    assert use(monkeypatch, tiny, fill_mask, ["--text", text, "--top_k", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == text
-    assert lines[1].startswith("  gap 1: ")
-    assert lines[1].count("%") == lines[2].count("%") == 2
-    assert lines[3].startswith("  -> The")
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments", "stdin", "sentence"),
-    [
-        (generate, [], "", "there is no text: give --prompt TEXT"),
-        (generate, ["--prompt", "a", "--max_new_tokens", "0"], "", "--max_new_tokens is 0"),
-        (generate, ["--prompt", "a", "--num_samples", "-1"], "", "--num_samples is -1"),
-        (generate, ["--prompt", "a", "--seed", "-1"], "", "--seed is -1"),
-        (generate, ["--prompt", "a", "--top_p", "2"], "", "--top_p is 2"),
-        (generate, ["--prompt", "a", "--batch_size", "0"], "", "--batch_size is 0"),
-        (fill_mask, [], " \n", "there is no text: give --text TEXT"),
-        (fill_mask, ["--text", ""], "", "there is no <mask> in the text ''"),
-        (fill_mask, ["--text", "no gap"], "", "there is no <mask> in the text 'no gap'"),
-        (fill_mask, [], "no gap\n", "there is no <mask> in the text 'no gap'"),
-        (fill_mask, ["--text", "<mask>", "--top_k", "0"], "", "--top_k is 0"),
-    ],
-)
-def test_what_cannot_be_done_is_one_sentence(monkeypatch, tiny, capsys, script, arguments, stdin, sentence):
-    assert use(monkeypatch, tiny, script, arguments, stdin) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {sentence}")
-    assert error.count("\n") == 1
-
-
-def test_absent_model_is_one_sentence(tmp_path, capsys):
-    for script, flag in ((generate, "--prompt"), (fill_mask, "--text")):
-        assert script.main([str(tmp_path / "none"), "--device", "cpu", flag, "a <mask>"]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"error: {tmp_path / 'none'}")
-        assert error.count("\n") == 1
-
-
 def test_texts_written_together_are_those_written_alone(tiny):
     """Prompts of different length; rows end at different steps; what each draws is its own affair."""
     prompts = [tiny.encode(text) for text in ("The list", "", "The function returns the length of the list.", "a")]
@@ -383,116 +291,3 @@ def test_rows_that_reach_the_end_are_left_out(tokenizer):
     assert [token for row, token in pairs if row == 1] == [104, 105, None]
     assert [token for row, token in pairs if row == 2] == [None]
     assert model.rows == [[100, 103, 105], [101, 104], [102, 105], [103], [104], [105]]
-
-
-def test_commands_print_batches_as_one_by_one(monkeypatch, tiny, capsys):
-    outputs = set()
-    for size in ("1", "2", "16"):
-        arguments = ["--prompt", "The list", "--prompt", "The", "--num_samples", "3", "--max_new_tokens", "20"]
-        assert use(monkeypatch, tiny, generate, [*arguments, "--batch_size", size]) == 0
-        outputs.add(capsys.readouterr().out)
-    assert len(outputs) == 1
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny, tmp_path_factory):
-    """The tiny model as a run's checkpoint on disk."""
-    state = {name: parameter.detach() for name, parameter in tiny.model.state_dict().items()}
-    files = {
-        "config.json": json.dumps(tiny.model.config.to_dict()).encode(),
-        "tokenizer.json": tiny.tokenizer.to_str().encode(),
-    }
-    return write_checkpoint(tmp_path_factory.mktemp("run") / "checkpoints", 3, {"model": state}, {}, files)
-
-
-class Terminal:
-    """A script that runs in a pseudo-terminal; `expect` reads what it prints up to a text."""
-
-    def __init__(self, script: str, *arguments: str) -> None:
-        self.fd, other = pty.openpty()
-        command = [sys.executable, str(ROOT / "evaluation" / script), *arguments]
-        self.process = subprocess.Popen(
-            command, stdin=other, stdout=other, stderr=other, env={**os.environ, "TERM": "dumb"},
-            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
-        os.close(other)
-        self.seen = ""
-
-    def expect(self, text: str, seconds: float = 60) -> str:
-        """What came before `text`; fails where it does not come."""
-        deadline = time.monotonic() + seconds
-        while text not in self.seen:
-            ready, _, _ = select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))
-            piece = b""
-            if ready:
-                with contextlib.suppress(OSError):  # Linux: the other end is closed
-                    piece = os.read(self.fd, 65536)
-            assert piece, f"no {text!r} in {self.seen!r}"
-            self.seen += piece.decode(errors="replace")
-        before, _, self.seen = self.seen.partition(text)
-        return before
-
-    def send(self, text: str) -> None:
-        os.write(self.fd, text.encode())
-
-    def end_with(self, key: str, seconds: float = 30) -> int:
-        """The exit code of a script that a key ends; kills a script that goes on.
-
-        Python can miss a Ctrl-C in the instant between printing a prompt and waiting for keys, until the next key.
-        """
-        deadline = time.monotonic() + seconds
-        with contextlib.suppress(OSError):  # Linux: the other end is closed
-            while time.monotonic() < deadline:
-                time.sleep(0.3)
-                self.send(key)
-                while select.select([self.fd], [], [], 8.0)[0]:
-                    self.seen += os.read(self.fd, 65536).decode(errors="replace")
-        if time.monotonic() > deadline:
-            self.process.kill()
-        os.close(self.fd)
-        return self.process.wait(seconds)
-
-
-def test_generate_in_a_terminal(checkpoint):
-    """Asks, answers, is stopped by Ctrl-C in the middle of an answer, asks again, and ends at Ctrl-D."""
-    # Greedy, and this model repeats itself: it never ends by itself within the test.
-    terminal = Terminal(
-        "generate.py", str(checkpoint), "--device", "cpu", "--max_new_tokens", "1000000", "--temperature", "0"
-    )
-    terminal.expect("> ")
-    terminal.send("The list\n")
-    terminal.expect("\x1b[1mThe list\x1b[0m")
-    time.sleep(0.3)
-    terminal.send("\x03")
-    terminal.expect("(stopped)")
-    terminal.expect("> ")
-    terminal.send("\n")
-    terminal.expect("> ")
-    assert terminal.end_with("\x04") == 0
-    assert "Traceback" not in terminal.seen
-
-
-def test_fill_mask_in_a_terminal(checkpoint):
-    """A line without a gap is answered by a sentence and the next is awaited; Ctrl-C at the prompt ends."""
-    terminal = Terminal("fill_mask.py", str(checkpoint), "--device", "cpu", "--top_k", "3")
-    terminal.expect("> ")
-    terminal.send("no gap\n")
-    terminal.expect("there is no <mask> in the text 'no gap'")
-    terminal.expect("> ")
-    terminal.send("The <mask> returns\n")
-    assert terminal.expect("  -> The").count("%") == 3
-    terminal.expect("> ")
-    assert terminal.end_with("\x03") == 130
-    assert "Traceback" not in terminal.seen
-
-
-def test_text_that_is_not_utf_8_is_one_sentence(monkeypatch, tiny, capsys):
-    monkeypatch.setattr(decoding, "load_model", lambda path, ema, device: (tiny.model, tiny.tokenizer, None))
-    for script, flag in ((generate, "--prompt"), (fill_mask, "--text")):
-        for given, piped in (([flag, os.fsdecode(b"caf\xe9 <mask>")], b""), ([], b"caf\xe9 <mask>\n")):
-            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped), encoding="utf-8"))
-            assert script.main(["RUN", "--device", "cpu", *given]) == 2
-            error = capsys.readouterr().err
-            assert error.startswith("error: ")
-            assert "UTF-8" in error
-            assert error.count("\n") == 1

@@ -25,7 +25,8 @@ BELOW = {
     "ops": set(),
     "data": set(),
     "slurm": set(),  # but for SLURM_SCRIPTS
-    "model": {"ops"},
+    "model_config": set(),
+    "model": {"model_config", "ops"},
     "model_extra": {"model", "ops"},
     "training": {"data", "slurm", "model", "model_extra", "ops"},
     "preprocessing": {"data"},

@@ -1,45 +1,21 @@
-"""Properties of the models: who sees whom, dropout by rows, shapes at the edges, configuration, state."""
-
-import dataclasses
-import json
-from pathlib import Path
+"""Properties of the models: who sees whom, dropout by rows, shapes at the edges, precision, kernels, state."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from modelling import SIZES, make_model
 from torch import Tensor
 
 import model as model_module
 import ops.dropout as dropout_module
-from model import LTGBert, ModelConfig, ModelConfigError
-from model_extra import GPTBert, build_model
+from model import ModelConfig
+from model_extra import GPTBert
 from ops.attention import RelativeLayout, relative_attention, relative_layout
 from ops.dropout import DropoutKeys
 from ops.fused_attention import FusedLayout
 from training.parallel import compile_layers
 
-CONFIGS = Path(__file__).parent.parent / "configs"
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 60,
-    "max_position_embeddings": 20,
-    "position_bucket_size": 6,
-}
 KINDS = [("ltg-bert", "relative"), ("gpt-bert", "relative"), ("gpt-bert", "rope")]
-
-
-def make_model(kind: tuple[str, str] = ("gpt-bert", "relative"), dropout: float = 0.0, **changes) -> LTGBert:
-    values = SIZES | {"model_type": kind[0], "position_embedding": kind[1]}
-    values |= {"attention_probs_dropout_prob": dropout, "hidden_dropout_prob": dropout} | changes
-    model = build_model(ModelConfig.from_dict(values), torch.Generator().manual_seed(0))
-    with torch.no_grad():  # so that no averaging weight is 0 and hides a term
-        for name, parameter in model.named_parameters():
-            if "alphas" in name:
-                parameter += 0.1
-    return model
 
 
 def make_inputs(batch: int = 4, length: int = 18, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -131,6 +107,12 @@ def test_any_row_length(kind, length: int):
     hidden = model.encode(input_ids[:, :length], documents[:, :length], True)
     assert hidden.shape == (2, length, 32)
     torch.testing.assert_close(hidden, longest[:, :length], rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_of_different_shapes_are_refused():
+    model = make_model()
+    with pytest.raises(ValueError, match=r"input_ids of shape \(2, 5\) and document_ids of shape \(2, 4\)"):
+        model.encode(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64), True)
 
 
 # Dropout
@@ -414,88 +396,3 @@ def test_initialisation_is_decided_by_the_generator():
     for a, b, c in zip(first.parameters(), again.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         assert a.ndim == 1 or not torch.equal(a, c)
-
-
-@pytest.mark.parametrize(("name", "millions"), [("tiny", 1.4), ("small", 30), ("base", 119), ("large", 415)])
-def test_configurations_in_the_repository(name: str, millions: float):
-    config = ModelConfig.from_json(CONFIGS / f"{name}.json")
-    with torch.device("meta"):
-        model = build_model(config)
-    assert isinstance(model, GPTBert)
-    assert model.num_parameters() / 1e6 == pytest.approx(millions, rel=0.02)
-    assert model.config == config
-    assert config.attention_probs_dropout_prob == config.hidden_dropout_prob == 0.1
-
-
-# Configuration
-
-
-def test_configuration_round_trip(tmp_path: Path):
-    config = ModelConfig.from_dict(SIZES | {"model_type": "ltg-bert", "position_embedding": "rope", "rope_theta": 5e4})
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config.to_dict()))
-    assert ModelConfig.from_json(path) == config
-    model = build_model(config)
-    assert type(model) is LTGBert
-    assert model.config == config
-    assert GPTBert(config).config.model_type == "gpt-bert"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": 33}, "hidden_size 33 is not a multiple of num_attention_heads 2"),
-        ({"hidden_size": 0}, "hidden_size is 0; it must be at least 1"),
-        ({"num_hidden_layers": -2}, "num_hidden_layers is -2"),
-        ({"vocab_size": "many"}, "vocab_size is 'many'; it must be a whole number"),
-        ({"vocab_size": 60.5}, "vocab_size is 60.5; it must be a whole number"),
-        ({"num_attention_heads": True}, "num_attention_heads is True"),
-        ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob is 1.0; it must be at least 0 and below 1"),
-        ({"attention_probs_dropout_prob": -0.1}, "attention_probs_dropout_prob is -0.1"),
-        ({"layer_norm_eps": 0}, "layer_norm_eps is 0; it must be above 0"),
-        ({"position_embedding": "sine"}, 'position_embedding is "sine"; choose "relative" or "rope"'),
-        ({"position_embedding": "rope", "hidden_size": 30}, "heads of 15 features"),
-        ({"position_bucket_size": 1}, "position_bucket_size is 1; it must be at least 2"),
-        ({"max_position_embeddings": 4}, "max_position_embeddings is 4; with position_bucket_size 6 it must be at"),
-        ({"model_type": "bert"}, 'model_type is "bert"; choose'),
-        ({"hidden_sizes": 32}, 'unknown key "hidden_sizes"; did you mean "hidden_size"?'),
-        ({"zzz": 1}, 'unknown key "zzz"; the keys are hidden_size, '),
-    ],
-)
-def test_impossible_configurations(tmp_path: Path, changes: dict, message: str):
-    path = tmp_path / "wrong.json"
-    path.write_text(json.dumps(SIZES | changes))
-    with pytest.raises(ModelConfigError) as caught:
-        ModelConfig.from_json(path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_unreadable_configurations(tmp_path: Path):
-    path = tmp_path / "config.json"
-    with pytest.raises(ModelConfigError, match="there is no such model configuration"):
-        ModelConfig.from_json(path)
-    with pytest.raises(ModelConfigError, match="cannot be read"):
-        ModelConfig.from_json(tmp_path)
-    for content, message in (
-        (b"{", "is not a JSON file"),
-        (b"\xff\xfe\x00", "is not a JSON file"),
-        (b"[1]", "holds no JSON object"),
-        (json.dumps({k: v for k, v in SIZES.items() if k != "vocab_size"}).encode(), '"vocab_size" is missing'),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(ModelConfigError, match=message):
-            ModelConfig.from_json(path)
-
-
-def test_configuration_is_frozen():
-    config = ModelConfig.from_dict(SIZES)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.hidden_size = 64  # type: ignore[misc]
-
-
-def test_inputs_of_different_shapes_are_refused():
-    model = make_model()
-    with pytest.raises(ValueError, match=r"input_ids of shape \(2, 5\) and document_ids of shape \(2, 4\)"):
-        model.encode(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64), True)

@@ -1,7 +1,7 @@
 """Rows of slurm/doctor.py's table, and the words in them. The checks: machine_checks.py, run_checks.py, trial.py.
 
 Most checks come in two parts: `measure_...` runs on every rank and returns facts that JSON can hold, and `judge_...`
-turns all ranks' facts, by rank, into rows of the table. Nothing prints.
+turns all ranks' facts, by rank, into rows of the table. Nothing prints: checkup.py runs them and prints the rows.
 """
 
 from __future__ import annotations
