@@ -192,11 +192,14 @@ class DataPlan:
         """Key of the order of documents, and of rows, in an objective's stream."""
         return fold(fold(self.seed, _ORDER), objective)
 
+    def length_changes(self) -> list[int]:
+        """Step 0, every step whose rows are longer than those of the step before, and max_steps."""
+        return [0, *(np.flatnonzero(np.diff(self._factors)) + 1).tolist(), self.max_steps]
+
     def spans(self, objective: int) -> list[tuple[int, int, int]]:
         """First token, end and row length of each part of an objective's stream whose rows have one length."""
         sums, lengths = self._token_sums[objective], self.seq_length * self._factors
-        changes = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), self.max_steps]
-        return [(int(sums[a]), int(sums[b]), int(lengths[a])) for a, b in pairwise(changes)]
+        return [(int(sums[a]), int(sums[b]), int(lengths[a])) for a, b in pairwise(self.length_changes())]
 
     def row_keys(self, objective: int, positions: np.ndarray) -> np.ndarray:
         """One 64-bit key per row, from which its masks and its dropout derive; int64 [n].

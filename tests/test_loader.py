@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.corpus import Corpus, TokenStream
-from data.loader import BatchBuilder, Loader, ValidationSet, micro_batch_rows
+from data.loader import BatchBuilder, Loader, StepBatch, ValidationSet, micro_batch_rows
 from data.masking import IGNORE_INDEX, MaskingOptions, fingerprint
-from data.plan import CAUSAL, MASKED, DataPlan, resolve_split
+from data.plan import CAUSAL, MASKED, DataPlan, RowRange, resolve_split
 from data.shards import write_shard
 
 HASH = "ab" * 32
@@ -110,6 +110,21 @@ def test_every_token_once_per_epoch_and_objective_across_row_lengths(corpus, wor
 def test_micro_batches_keep_their_tokens_when_rows_grow(local_batch_size):
     assert micro_batch_rows(local_batch_size, 128, 128) == local_batch_size
     assert micro_batch_rows(local_batch_size, 128, 512) == max(1, local_batch_size // 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 90), st.integers(1, 40))
+def test_micro_batches_are_full_and_hold_every_row_once(corpus, rows, size):
+    """But for the last ones: a single row is left over only where it cannot be helped."""
+    builder = make_builder(corpus)
+    batch = builder.rows(builder.plan.step(0), RowRange(MASKED, 0, rows))
+    parts = list(StepBatch(builder.plan.step(0), batch, size).micro_batches(CPU))
+    assert torch.equal(torch.cat([part.row_keys for part in parts]), batch.row_keys)
+    lengths = [len(part) for part in parts]
+    assert all(length == size for length in lengths[:-2])
+    assert max(lengths) <= size
+    assert len(lengths) == -(-rows // size)
+    assert min(lengths) > 1 or rows == 1 or size < 3
 
 
 def test_loader_yields_the_steps_in_order_from_anywhere(corpus):
