@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import flags, make_inputs, run, training_lines
+from tests.runs import ROOT, flags, make_inputs, run, training_lines
+from training import loop, step
+from training.distributed import single_world
 from training.micro_step import choose_slots
 
 
@@ -44,3 +46,54 @@ def test_graphs_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert losses[other] == pytest.approx(losses[0], rel=4e-3)
         assert norms[other] == pytest.approx(norms[0], rel=6e-2)
     assert losses[1][:3] == pytest.approx(losses[2][:3], rel=5e-4)
+
+
+WARMED = """
+import sys
+sys.path.insert(0, {root!r})
+import training.loop
+from training.distributed import single_world, start_world
+training.loop.compile_layers = lambda model: None  # a compiler takes minutes on a CPU
+sys.exit(training.loop.main(sys.argv[1:], "", {world}))
+"""
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_warming_up_leaves_no_trace(tmp_path: Path, ranks: int):
+    inputs = make_inputs(tmp_path / "inputs")
+    run(flags(inputs, tmp_path, "cold", max_steps=12))
+    script = tmp_path / "warmed.py"
+    script.write_text(WARMED.format(root=str(ROOT), world="start_world" if ranks else "single_world"))
+    done = run(flags(inputs, tmp_path, "warm", max_steps=12, compile=True), ranks, script=script)
+    assert "compiled for rows of 16, 32, 64 tokens in" in done.stdout
+    lines = {name: training_lines(tmp_path / name) for name in ("cold", "warm")}
+    for key in ("train/loss", "stats/grad_norm"):
+        cold, warm = ([line[key] for line in lines[name]] for name in ("cold", "warm"))
+        assert warm == (cold if ranks == 0 else pytest.approx(cold, rel=1e-5))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("graphs", ["0", "1"])
+def test_no_step_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: str):
+    """What has been compiled before the first step suffices for all row lengths, batch sizes and shares of masks."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    compiled: list[int] = []
+
+    def warm_up(*arguments) -> str:
+        done = step.warm_up(*arguments)
+        compiled.append(counters["stats"]["unique_graphs"])
+        return done
+
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setenv("HYBRID_CUDA_GRAPHS", graphs)
+    monkeypatch.setattr(loop, "warm_up", warm_up)
+    inputs = make_inputs(tmp_path / "inputs", hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    options = {"device": "cuda", "local_batch_size": 24, "max_steps": 24, "compile": True, "valid_path": ""}
+    assert loop.main(flags(inputs, tmp_path, **options), "", single_world) == 0
+    assert len(training_lines(tmp_path / "run")) == 24
+    assert compiled[0] > 0
+    assert counters["stats"]["unique_graphs"] == compiled[0]

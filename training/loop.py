@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-import shlex
 import signal
 import sys
 import time
@@ -55,7 +54,7 @@ from training.setup import (
     versions,
 )
 from training.status import FAILED, FINISHED, RUNNING, Attempt, read_status, write_status
-from training.step import NonFiniteError, StepLog, TrainState, agree, train_step
+from training.step import NonFiniteError, StepLog, TrainState, agree, train_step, warm_up
 from training.stopping import (
     PROBLEM,
     RestartRefused,
@@ -65,6 +64,7 @@ from training.stopping import (
     may_requeue,
     most_urgent,
     register_attempt,
+    resume_command,
 )
 from training.summary import describe
 from training.update import WeightUpdate
@@ -124,6 +124,9 @@ def main(
         if not error.late:  # another rank has failed: its error is the one to read, and the launcher ends this process
             time.sleep(_LAUNCHER_SECONDS)
         report(str(error), config, world, secondary=not error.late)
+        return 1
+    except torch.OutOfMemoryError as error:
+        report(f"{str(error).split('. ')[0]}; lower --local_batch_size: it changes speed alone", config, world)
         return 1
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
@@ -280,19 +283,6 @@ def due(step: int, every: int, max_steps: int) -> bool:
     return step == max_steps or (every > 0 and step % every == 0)
 
 
-def resume_command() -> str:
-    """The command line that goes on with this run."""
-    program = Path(sys.argv[0]).name
-    launcher = "python" if program == "train_single_gpu.py" else "torchrun/srun ..."
-    kept, skip = [], False
-    for argument in sys.argv[1:]:
-        if skip or argument.split("=")[0] in ("--resume", "--checkpoint_filename"):
-            skip = not skip and "=" not in argument
-            continue
-        kept.append(argument)
-    return f"{launcher} {program} {shlex.join(kept)} --resume auto"
-
-
 def train(inputs: Inputs, world: World, signals: StopSignals) -> int:
     """Run `inputs` to its last step, or until something asks to stop. Returns the exit code."""
     split = check_world(inputs, world.size)
@@ -333,6 +323,10 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> int:
         records = None
         if world.is_main:
             records = stack.enter_context(open_records(folders[0], inputs, world, state.step, conditions))
+        if config.compile:
+            compiled = warm_up(state, inputs, world, split)
+            if records is not None:
+                records.recorder.say(compiled)
         loader = Loader(
             inputs.builder,
             rank=world.rank,

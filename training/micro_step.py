@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import RowBatch
 from data.masking import MaskingOptions, ModelInputs
@@ -107,11 +108,28 @@ class MicroSteps:
         recording.replay(batch)
         return None
 
-    def _run(self, batch: RowBatch, slots: int | None) -> ModelInputs:
+    def warm_up(self, batches: Iterable[RowBatch]) -> None:
+        """Compile what such micro-batches need, without a trace in gradients; ranks exchange nothing.
+
+        Compilers make of a size that has changed once a variable. So the first batch is taken with a row less, too, as
+        the last of a step may be, which also changes the number of targets.
+        """
+        model = self._model.module if isinstance(self._model, DistributedDataParallel) else self._model
+        for number, batch in enumerate(batches):
+            for part in (batch, batch.slice(0, len(batch) - 1)) if number == 0 and len(batch) > 2 else (batch,):
+                if count := int(part.targets.sum()):
+                    self._run(part, choose_slots(count, part.tokens[:, 1:].numel(), ()), model)
+        for parameter in model.parameters():
+            if not self.records:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def _run(self, batch: RowBatch, slots: int | None, model: nn.Module | None = None) -> ModelInputs:
         per_target = (self._weights[0], self._weights[1])
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._mixed_precision):
             loss, part, inputs = training_loss(
-                self._model, batch, self._options, per_target, self._z_loss_weight, self._step_key, slots
+                model or self._model, batch, self._options, per_target, self._z_loss_weight, self._step_key, slots
             )
         loss.backward()
         self.sums += part

@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -71,6 +72,20 @@ def agree(world: World, batch: StepBatch, wants_stop: bool) -> tuple[tuple[int, 
     facts = torch.tensor([*batch.targets.tolist(), int(wants_stop)])
     masked, causal, stops = world.sum(facts, "the agreement before a step").tolist()
     return (masked, causal), stops > 0
+
+
+def warm_up(state: TrainState, inputs: Inputs, world: World, split: str) -> str:
+    """Compile for every row length that is still to come, so that no step has to; returns what was done, in words.
+
+    Takes real micro-batches, and so also shows before the first step whether the largest fit into the device's memory.
+    """
+    began = time.monotonic()
+    starts = [max(a, state.step) for a, b in pairwise(inputs.plan.length_changes()) if b > state.step]
+    arguments = (world.rank, world.size, split, inputs.config.local_batch_size)
+    batches = [inputs.builder.step(start, *arguments) for start in starts]
+    state.micro_steps.warm_up(next(batch.micro_batches(world.device)) for batch in batches if len(batch.batch))
+    lengths = ", ".join(str(batch.plan.seq_length) for batch in batches)
+    return f"compiled for rows of {lengths} tokens in {time.monotonic() - began:.1f} s"
 
 
 def train_step(

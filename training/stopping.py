@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,3 +145,16 @@ def _requeue(environment: Environment, max_restarts: int, cause: str) -> tuple[s
     if outcome == preemption.NO_COMMAND:
         return REQUEUE_WANTED, f"the job script has to requeue job {job_id}: there is no scontrol here", 0
     return FAILED, f"SLURM did not start job {job_id} again: {answer}", 1
+
+
+def resume_command() -> str:
+    """The command line that goes on with this run."""
+    program = Path(sys.argv[0]).name
+    launcher = "python" if program == "train_single_gpu.py" else "torchrun/srun ..."
+    kept, skip = [], False
+    for argument in sys.argv[1:]:
+        if skip or argument.split("=")[0] in ("--resume", "--checkpoint_filename"):
+            skip = not skip and "=" not in argument
+            continue
+        kept.append(argument)
+    return f"{launcher} {program} {shlex.join(kept)} --resume auto"
