@@ -50,9 +50,9 @@ demo: setup  ## corpus, tokenizer, shards, a tiny hybrid model, its plot and wha
 test: lint test-slurm  ## lint, then every test that this machine can run without a GPU
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu and not slurm" $(ARGS)
 
-# By themselves, since they wait for the clocks of SLURM; each worker starts a cluster of its own for whole files.
+# By themselves, since they wait for the clocks of SLURM; each worker starts a cluster of its own (see tests/conftest.py).
 test-slurm: setup  ## the tests on a real SLURM, which they install (apt, as root) and start; elsewhere they say why not
-	$(RUN) -m pytest -n 2 --dist loadfile -m slurm $(SLURM_ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile -m slurm tests/test_slurm_*.py $(SLURM_ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu needs a CUDA device, and torch %s sees none here" % torch.__version__)'

@@ -13,14 +13,19 @@ import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from cluster import CannotRun, Cluster, obstacle
 
+if TYPE_CHECKING:
+    from slurm_reference import Reference
+
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # Continuous integration sets it: there, a SLURM that cannot be started is a failure.
 REQUIRE_SLURM = os.environ.get("REQUIRE_SLURM") == "1"
+SHARED_FILES = ("test_slurm_ranks.py", "test_slurm_restarts.py")  # whose tests use the same jobs on SLURM
 LONGEST_PREFIX = 60  # of slurm_cluster.sh, which makes unix sockets in that folder
 
 
@@ -35,6 +40,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, reason in lacking.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadfile: whole files for the workers where tests share jobs, single tests elsewhere.
+
+    Some tests on SLURM take a minute and others a second: the workers shall end together.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesAndTests(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return file if file.endswith(SHARED_FILES) else nodeid
+
+    return FilesAndTests(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -116,6 +137,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if len(str(prefix)) > LONGEST_PREFIX:
         prefix = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     running = Cluster(prefix)
+    # Dozens of processes import this code: they compile it once, whatever the shell of the tests says.
+    running.environment.pop("PYTHONDONTWRITEBYTECODE", None)
     reason = obstacle()
     if reason is None:
         try:
@@ -130,6 +153,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
     finally:
         running.stop()
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> "Reference":
+    """Inputs of a short run, and the run of one process; workers of pytest-xdist share them."""
+    from slurm_reference import Reference
+
+    base = tmp_path_factory.getbasetemp()
+    return Reference((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "reference")
 
 
 @pytest.fixture(autouse=True)

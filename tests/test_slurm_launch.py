@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
-from runs import ROOT, flags, make_inputs, run, training_lines
+from runs import ROOT, flags, make_inputs, training_lines
+from slurm_reference import STEPS, Reference
 
 from slurm.jobs import Job
 from slurm.launch import read_run
 from slurm.snapshot import take_snapshot
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
-STEPS = 40
 LONG = 20_000  # steps: more than any test waits for
 
 
@@ -81,25 +81,24 @@ def check_same(alone: Path, other: Path) -> None:
             assert b[key] == pytest.approx(a[key], rel=1e-5), (a["step"], key)
 
 
-def test_four_ranks_on_one_node_followed_to_the_end(cluster, monkeypatch):
+def test_four_ranks_on_one_node_followed_to_the_end(cluster, monkeypatch, reference: Reference):
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
-    inputs, runs = make_inputs(cluster.folder / "inputs"), cluster.folder / "runs"
-    training = flags(inputs, runs, "four", max_steps=STEPS, validate_every=0, save_every=0)
+    runs = cluster.folder / "runs"
+    training = flags(reference.inputs, runs, "four", max_steps=STEPS, validate_every=0, save_every=0)
     options = ["--tasks_per_node", 4, "--cpus_per_task", 1, "--time", 20, "--no-snapshot", "--follow"]
     done = launch(cluster, *options, "--", *training)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "submitted job" in done.stdout
-    run(flags(inputs, runs, "one", max_steps=STEPS, validate_every=0, save_every=0))
-    check_same(runs / "one", runs / "four")
+    check_same(reference.run, runs / "four")
 
 
-def test_a_requeued_job_on_two_nodes_is_the_run_of_one_process(cluster, monkeypatch):
+def test_a_requeued_job_on_two_nodes_is_the_run_of_one_process(cluster, monkeypatch, reference: Reference):
     """Its checkout is edited while it waits in the queue, and it is signalled on its way: neither changes anything."""
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     checkout = cluster.folder / "checkout"
     take_snapshot(ROOT, checkout)
-    inputs = make_inputs(cluster.folder / "inputs")
-    training = flags(inputs, cluster.folder / "runs", "four", max_steps=STEPS, validate_every=0, save_every=10)
+    runs = cluster.folder / "runs"
+    training = flags(reference.inputs, runs, "four", max_steps=STEPS, validate_every=0, save_every=10)
     options = ["--nodes", 2, "--tasks_per_node", 2, "--cpus_per_task", 1, "--time", 20, "--sbatch", "hold"]
     done = launch(cluster, *options, "--", *training, script=checkout / "slurm" / "launch.py")
     assert done.returncode == 0, done.stderr
@@ -121,13 +120,12 @@ def test_a_requeued_job_on_two_nodes_is_the_run_of_one_process(cluster, monkeypa
     assert not list(job.folder.glob("*_result.pkl"))  # for submitit, too, the job is not done
     cluster.wait(number, "RUNNING")
     cluster.scancel("--signal=USR2", number)  # before there is a rank to handle it: nothing is lost, and nobody dies
-    run(flags(inputs, cluster.folder / "runs", "one", max_steps=STEPS, validate_every=0, save_every=0))
     (report,) = job.wait(seconds=1)
     log = job.log(job.tasks[0]).read_text()
     assert (report.state, report.step) == ("finished", STEPS), log
     assert "stopped by SIGUSR2 after step" in log
 
-    check_same(cluster.folder / "runs" / "one", folder)
+    check_same(reference.run, folder)
     config = json.loads((folder / "config.json").read_text())
     assert {start["world_size"] for start in config["launches"]} == {4}
     assert len(config["launches"]) >= 2
