@@ -1,9 +1,12 @@
 """LAMB, parameter groups, clipping, optimizer state by name, EMA and the learning rate."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
+from runs import ROOT
 from torch import nn
 
 from model import ModelConfig
@@ -283,3 +286,13 @@ def test_learning_rate_at_the_edges():
     assert [learning_rate(step, 4, 1.0, 0.5, 0.5) for step in range(4)] == [0.0, 0.5, 0.1, 0.05]
     assert [learning_rate(step, 2, 3.0, 1.0, 0.0) for step in range(2)] == [0.0, 1.5]
     assert all(0 < learning_rate(step, 100, 1.0, 0.016, 0.016) <= 1 for step in range(1, 100))
+
+
+def test_lamb_alone_imports_no_compiler():
+    """Which takes as long to import as the rest of torch: every rank would wait for it, and CPU runs never use it."""
+    code = (
+        "import sys, torch; from training.optimizers import Lamb; w = torch.nn.Parameter(torch.ones(2)); "
+        "o = Lamb([w]); w.grad = torch.ones(2); o.step(); o.zero_grad(); "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=120).returncode == 0

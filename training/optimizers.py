@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -22,6 +23,11 @@ class Lamb(torch.optim.Optimizer):
     Moments are bias-corrected, norms are not clamped, and a group without weight decay (biases, layer norms) has
     trust 1, which makes its update Adam's. The step t is counted per group, in group["step"].
     """
+
+    # Without the decorator by which Optimizer keeps torch.compile out of them: it imports the compiler to do so, which
+    # takes nearly as long as importing torch, in processes that compile nothing as well.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
     def __init__(
         self,
