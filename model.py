@@ -34,7 +34,7 @@ from ops.fused_residual import wanted as fused_stream_wanted
 from ops.gated_norm import fused_gated_norm, fused_gated_pair_norm, gated_norm
 from ops.gated_norm import wanted as fused_norm_wanted
 from ops.residual import ResidualStream
-from ops.rope import RopeLayout, rope_attention, rope_layout
+from ops.rope import RopeLayout, VarlenSizes, rope_attention, rope_layout
 
 AttentionLayout = RelativeLayout | FusedLayout | RopeLayout
 Stream = ResidualStream | FusedResidualStream
@@ -265,10 +265,15 @@ class LTGBert(nn.Module):
         which attends nothing. causal: a bool, or bool [B] with one flag for each row. dropout: keys of the rows'
         dropout, used in training mode alone.
         """
-        return self._encode(input_ids, document_ids, causal, dropout)[0]
+        return self._encode(input_ids, document_ids, causal, dropout, None)[0]
 
     def _encode(
-        self, input_ids: Tensor, document_ids: Tensor, causal: bool | Tensor, dropout: DropoutKeys | None
+        self,
+        input_ids: Tensor,
+        document_ids: Tensor,
+        causal: bool | Tensor,
+        dropout: DropoutKeys | None,
+        sizes: VarlenSizes | None,
     ) -> tuple[Tensor, DropoutStates | None]:
         if input_ids.ndim != 2 or input_ids.shape != document_ids.shape:
             raise ValueError(
@@ -278,19 +283,20 @@ class LTGBert(nn.Module):
         batch, length = input_ids.shape
         states = self._dropout_states(batch, length, input_ids.device, dropout)
         words, positions = self.embedding(input_ids, states)
-        layout = self._layout(document_ids, causal)
+        layout = self._layout(document_ids, causal, sizes)
         return self.transformer(words, positions, layout, states), states
 
-    def _layout(self, document_ids: Tensor, causal: bool | Tensor) -> AttentionLayout:
+    def _layout(self, document_ids: Tensor, causal: bool | Tensor, sizes: VarlenSizes | None = None) -> AttentionLayout:
         config, device = self.config, document_ids.device
         dtype = self.embedding.word_embedding.weight.dtype  # of queries and keys
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
         if config.position_embedding == "rope":
-            return rope_layout(document_ids, causal, config.head_dim, config.rope_theta, dtype)
+            return rope_layout(document_ids, causal, config.head_dim, config.rope_theta, dtype, sizes)
         if isinstance(causal, bool):
             causal = torch.full(document_ids.shape[:1], causal, device=device)
-        causal, buckets = causal.to(device), (config.position_bucket_size, config.max_position_embeddings)
+        # A copy, since torch.compile tells a view of a larger batch from a tensor of its own.
+        causal, buckets = causal.to(device, copy=True), (config.position_bucket_size, config.max_position_embeddings)
         drops = self.training and config.attention_probs_dropout_prob > 0
         if wanted(device, dtype, config.head_dim, 2 * config.position_bucket_size - 1, drops):
             return fused_layout(document_ids, causal, *buckets)
@@ -324,13 +330,14 @@ class LTGBert(nn.Module):
         causal: bool | Tensor,
         target_positions: Tensor | None = None,
         dropout: DropoutKeys | None = None,
+        sizes: VarlenSizes | None = None,
     ) -> Tensor:
         """Logits [N, V] at target_positions, int64 [N] flat indices into B * T; [B, T, V] at all positions if None.
 
-        The other arguments are those of `encode`. With no target at all (N = 0) the result still depends on every
-        parameter, with gradient zero.
+        sizes: spares models with "rope" a wait for the device. The other arguments are those of `encode`. With no
+        target at all (N = 0) the result still depends on every parameter, with gradient zero.
         """
-        hidden, states = self._encode(input_ids, document_ids, causal, dropout)
+        hidden, states = self._encode(input_ids, document_ids, causal, dropout, sizes)
         if target_positions is not None:
             hidden = hidden.flatten(0, 1).index_select(0, target_positions)
             if states is not None:

@@ -21,13 +21,16 @@ from data.masking import PADDING, MaskingOptions, ModelInputs, build_inputs, cau
 from data.order import RowOrder
 from data.plan import CAUSAL, MASKED, DataPlan, RowRange, StepPlan, rank_share
 
+TENSORS, _COUNTS = ("tokens", "row_keys", "causal", "mask_counts", "origins"), ("targets", "documents")  # of RowBatch
+
 
 @dataclass(frozen=True)
 class RowBatch:
     """R rows of T tokens. Tensors lie on the CPU until `to` moves them; the counts are known on the host at once.
 
     tokens: int32 [R, T+1] (see masking.py). row_keys: int64 [R]. causal: bool [R]. mask_counts: int64 [R].
-    origins: int64 [R, T+1] or None. targets: int64 [2, R] on the host, targets of each row by objective.
+    origins: int64 [R, T+1] or None. On the host, of each row by objective, int64 [2, R]: targets, and documents, as
+    many as the row touches or more, none for the other objective.
     """
 
     tokens: torch.Tensor
@@ -36,13 +39,13 @@ class RowBatch:
     mask_counts: torch.Tensor
     origins: torch.Tensor | None
     targets: np.ndarray
+    documents: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def _map(self, function) -> RowBatch:
-        names = ("tokens", "row_keys", "causal", "mask_counts", "origins")
-        tensors = {name: getattr(self, name) for name in names}
+        tensors = {name: getattr(self, name) for name in TENSORS}
         return replace(self, **{name: None if t is None else function(t) for name, t in tensors.items()})
 
     def pin(self) -> RowBatch:
@@ -55,7 +58,8 @@ class RowBatch:
 
     def slice(self, begin: int, end: int) -> RowBatch:
         """Rows `begin` .. `end - 1`."""
-        return replace(self._map(lambda tensor: tensor[begin:end]), targets=self.targets[:, begin:end])
+        counts: dict[str, Any] = {name: getattr(self, name)[:, begin:end] for name in _COUNTS}
+        return replace(self._map(lambda tensor: tensor[begin:end]), **counts)
 
     def inputs(self, options: MaskingOptions) -> ModelInputs:
         """Model inputs and labels, computed on the device of the tensors."""
@@ -100,6 +104,8 @@ def _pack(tokens, keys, objective: int, mask_p: float, options: MaskingOptions, 
         targets[MASKED] = masked_counts(tokens, keys, mask_p, options.n_special_tokens)
     else:
         targets[CAUSAL] = causal_counts(tokens, options.bos_id)
+    documents = np.zeros_like(targets)
+    documents[objective] = np.count_nonzero(tokens[:, :-1] == options.bos_id, axis=1) + 2  # a row's start, its padding
     return RowBatch(
         tokens=torch.from_numpy(tokens),
         row_keys=torch.from_numpy(keys),
@@ -107,6 +113,7 @@ def _pack(tokens, keys, objective: int, mask_p: float, options: MaskingOptions, 
         mask_counts=torch.from_numpy(targets[MASKED].copy()),
         origins=None if origins is None else torch.from_numpy(origins),
         targets=targets,
+        documents=documents,
     )
 
 
@@ -143,8 +150,8 @@ def _concatenate(parts: list[RowBatch]) -> RowBatch:
         tensors = [getattr(part, name) for part in parts]
         return None if tensors[0] is None else torch.cat(tensors)
 
-    names = ("tokens", "row_keys", "causal", "mask_counts", "origins")
-    return RowBatch(**{name: join(name) for name in names}, targets=np.concatenate([p.targets for p in parts], axis=1))
+    counts: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts], axis=1) for name in _COUNTS}
+    return RowBatch(**{name: join(name) for name in TENSORS}, **counts)
 
 
 class Loader:

@@ -8,6 +8,7 @@ probabilities are never dropped here.
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,12 +22,23 @@ from ops.attention import attention_allowed
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
 
 
+@dataclass(frozen=True)
+class VarlenSizes:
+    """Of a batch, known on the host: how many rows are causal, and at most how many documents they and the others touch
+    (runs of one id in one row, padding included)."""
+
+    causal_rows: int
+    causal_documents: int
+    other_documents: int
+
+
 class VarlenLayout(NamedTuple):
     """Documents of a batch as runs of tokens, causal rows first.
 
     causal_rows: how many rows are causal. order, inverse: permutation [B] of the rows that brings these to the front,
     and back; None where all rows agree. boundaries: where each document of the causal rows and of the others starts,
-    and where the last one ends: int32 [documents + 1], counted from the first token of its group.
+    and where the last one ends: int32 [documents + 1], counted from the first token of its group. Documents that were
+    expected in vain are empty and come last.
     """
 
     causal_rows: int
@@ -48,12 +60,17 @@ class RopeLayout(NamedTuple):
 
 
 def rope_layout(
-    document_ids: Tensor, causal: bool | Tensor, head_dim: int, theta: float, dtype: torch.dtype
+    document_ids: Tensor,
+    causal: bool | Tensor,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    sizes: VarlenSizes | None = None,
 ) -> RopeLayout:
     """Layout for `rope_attention` from document_ids int64 [B, T] (-1: padding) and causal, a bool or bool [B].
 
-    `dtype` is that of the queries to come: it decides which kernel can be used. Only where a variable-length kernel
-    is used does this wait for the device, once, since the number of documents is a shape there.
+    `dtype` is that of the queries to come: it decides which kernel can be used. For a variable-length kernel the number
+    of documents is a shape: without `sizes` this waits for the device, to count them.
     """
     device, (batch, length) = document_ids.device, document_ids.shape
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
@@ -63,7 +80,7 @@ def rope_layout(
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling():
         kernel = varlen_kernel()
     if kernel is not None:
-        return RopeLayout(document_ids, cos, sin, None, varlen_layout(document_ids, causal), kernel)
+        return RopeLayout(document_ids, cos, sin, None, varlen_layout(document_ids, causal, sizes), kernel)
     if isinstance(causal, bool):
         causal = torch.full((batch,), causal, device=device)
     allowed = attention_allowed(document_ids, causal.to(device)).unsqueeze(1)
@@ -87,19 +104,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def varlen_layout(document_ids: Tensor, causal: bool | Tensor) -> VarlenLayout:
+def varlen_layout(document_ids: Tensor, causal: bool | Tensor, sizes: VarlenSizes | None = None) -> VarlenLayout:
     """Split a batch into causal rows and others, and each group into documents (runs of one id in one row)."""
     batch = document_ids.size(0)
     if isinstance(causal, bool):
         order, causal_rows = None, batch if causal else 0
     else:
-        order, causal_rows = causal.to(torch.int8).argsort(descending=True, stable=True), int(causal.sum())
+        order = causal.to(torch.int8).argsort(descending=True, stable=True)
+        causal_rows = int(causal.sum()) if sizes is None else sizes.causal_rows
         order = order.to(document_ids.device) if 0 < causal_rows < batch else None
     if order is not None:
         document_ids = document_ids[order]
     groups = (document_ids[:causal_rows], document_ids[causal_rows:])
     inverse = None if order is None else order.argsort()
-    return VarlenLayout(causal_rows, order, inverse, (_boundaries(groups[0]), _boundaries(groups[1])))
+    counts = (None, None) if sizes is None else (sizes.causal_documents, sizes.other_documents)
+    return VarlenLayout(
+        causal_rows, order, inverse, (_boundaries(groups[0], counts[0]), _boundaries(groups[1], counts[1]))
+    )
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: VarlenLayout, kernel: VarlenKernel) -> Tensor:
@@ -165,8 +186,16 @@ def _torch_varlen_kernel() -> VarlenKernel | None:
     return torch_varlen
 
 
-def _boundaries(document_ids: Tensor) -> Tensor:
-    """First token of each document of rows [B, T], flattened, and the number of tokens: int32 [documents + 1]."""
+def _boundaries(document_ids: Tensor, count: int | None) -> Tensor:
+    """First token of each of at most `count` documents of rows [B, T], flattened, and then the number of tokens: int32
+    [count + 1]. As many as there are, if None."""
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=starts.numel()).to(torch.int32)
+    starts = starts.flatten()
+    if count is None:
+        return F.pad(starts.nonzero().flatten(), (0, 1), value=starts.numel()).to(torch.int32)
+    # What starts no document goes to a place behind the last, which is cut off.
+    place = torch.where(starts, starts.cumsum(0) - 1, count + 1)
+    token = torch.arange(starts.numel(), device=starts.device, dtype=torch.int32)
+    found = torch.full((count + 2,), starts.numel(), device=starts.device, dtype=torch.int32)
+    return found.scatter_(0, place, token)[: count + 1]

@@ -16,6 +16,7 @@ from data.loader import BatchBuilder, Loader, StepBatch, ValidationSet, micro_ba
 from data.masking import IGNORE_INDEX, MaskingOptions, fingerprint
 from data.plan import CAUSAL, MASKED, DataPlan, RowRange, resolve_split
 from data.shards import write_shard
+from training.objective import varlen_sizes
 
 HASH = "ab" * 32
 CPU = torch.device("cpu")
@@ -72,6 +73,20 @@ def test_targets_known_beforehand_are_those_of_the_labels(corpus):
             counts = (inputs.labels != IGNORE_INDEX).sum(1)
             assert counts.tolist() == micro_batch.targets.sum(0).tolist()
             assert (micro_batch.targets[CAUSAL] > 0).tolist() == inputs.causal.tolist()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 11), st.integers(1, 40))
+def test_documents_known_beforehand_suffice(corpus, step, local_batch_size):
+    builder = make_builder(corpus)
+    for batch in builder.step(step, 0, 1, "rows", local_batch_size).micro_batches(CPU):
+        ids, sizes = batch.inputs(builder.options).document_ids, varlen_sizes(batch)
+        runs = 1 + (ids[:, 1:] != ids[:, :-1]).sum(1)
+        assert sizes.causal_rows == int(batch.causal.sum())
+        for objective, places in ((CAUSAL, sizes.causal_documents), (MASKED, sizes.other_documents)):
+            rows = batch.causal == (objective == CAUSAL)
+            assert (places > 0) == bool(rows.any())
+            assert runs[rows].sum() <= places
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -74,7 +74,7 @@ def test_sums_by_objective():
 def test_scores_of_a_batch_with_both_objectives_go_to_the_right_one():
     """A model that always predicts token 7: correct exactly where the label is 7."""
 
-    def model(input_ids, document_ids, causal, positions, keys):
+    def model(input_ids, document_ids, causal, positions, keys, sizes):
         return F.one_hot(torch.full((len(positions),), 7), 10).float() * 20
 
     labels = torch.tensor([[7, IGNORE_INDEX, 3], [7, 7, IGNORE_INDEX], [IGNORE_INDEX] * 3])
@@ -110,7 +110,7 @@ def test_a_bad_loss_names_step_rank_and_objective(bad):
 
 
 def test_slots_that_are_left_over_change_nothing():
-    def model(input_ids, document_ids, causal, positions, keys):
+    def model(input_ids, document_ids, causal, positions, keys, sizes):
         return torch.randn(6, 10, generator=torch.Generator().manual_seed(0))[positions] * weight
 
     weight = torch.ones((), requires_grad=True)

@@ -330,20 +330,25 @@ def test_rope_scores_depend_on_distance_alone():
 @pytest.mark.parametrize(
     "causal", [True, False, torch.tensor([False, True, False, True]), torch.ones(4, dtype=torch.bool)]
 )
-def test_variable_length_form_is_the_masked_form(causal):
+@pytest.mark.parametrize("expected", [None, 40])
+def test_variable_length_form_is_the_masked_form(causal, expected: int | None):
     """Document boundaries and the order of rows, with a kernel that runs each document by itself."""
 
     def kernel(query, key, value, boundaries, longest, causal):
         parts = []
         for start, end in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True):
-            assert 0 < end - start <= longest
+            assert end - start <= longest
+            assert end > start or expected is not None
             document = (x[start:end].transpose(0, 1) for x in (query, key, value))
             parts.append(F.scaled_dot_product_attention(*document, is_causal=causal).transpose(0, 1))
         return torch.cat(parts)
 
     (query, key, value), ids, _ = rope_inputs()
     layout = rope.rope_layout(ids, causal, 8, 10000.0, torch.float32)
-    varlen = layout._replace(varlen=rope.varlen_layout(ids, causal), kernel=kernel)
+    sizes, rows = None, torch.as_tensor(causal).expand(4)
+    if expected is not None:  # more documents than there are
+        sizes = rope.VarlenSizes(int(rows.sum()), expected * bool(rows.any()), expected * bool((~rows).any()))
+    varlen = layout._replace(varlen=rope.varlen_layout(ids, causal, sizes), kernel=kernel)
     weights = torch.randn(4, 19, 2, 8)
     results = []
     for form in (layout, varlen):

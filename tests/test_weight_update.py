@@ -283,21 +283,27 @@ def test_adamw_keeps_its_own_step():
         {"compile": False},
         {"compile": False, "optimizer": "adamw", "mixed_precision": False},
         {"length_milestones": "", "batch_reduction": 1},  # as by default on CUDA: compiled, in bfloat16
+        {"length_milestones": "", "batch_reduction": 1, "mask_p_start": 0.15, "data_fingerprint": False},  # as graphs
+        {"compile": False, "position_embedding": "rope"},
     ],
-    ids=["eager", "adamw", "compiled"],
+    ids=["eager", "adamw", "compiled", "recorded", "rope"],
 )
 def test_a_normal_step_never_waits_for_the_device(tmp_path, options: dict):
     """From the agreement to the log line of the step before, statistics and fingerprints included.
 
     What StepLog may wait for is the event of the step before; `torch.cuda.Event.synchronize` is no error in this mode.
-    The first steps of a row length may wait: they make tables, and compile.
+    The first steps of a row length may wait: they make tables, and compile, and record graphs.
     """
-    inputs = make_inputs(tmp_path / "inputs", hidden_size=64)  # heads of 32 features, as the attention kernels want
+    options = dict(options)
+    form = {"position_embedding": options.pop("position_embedding", "relative")}
+    inputs = make_inputs(tmp_path / "inputs", hidden_size=64, **form)  # heads of 32 features, as kernels want
     chosen = {"data_fingerprint": True, "log_stats_every": 2, "device": "cuda", **options}
     config = parse_config(flags(inputs, tmp_path / "runs", "sync", **chosen), "")
     world = single_world(config)
     read = read_inputs(resolve_device_defaults(config, world.device))
     state, log, records = make_state(read, world, None), StepLog(read, world), []
+    first = 8 if state.micro_steps.records else 2
+    assert state.micro_steps.records == (not config.data_fingerprint)
     loader = Loader(
         read.builder, rank=0, world_size=1, split="rows", local_batch_size=config.local_batch_size, pin_memory=True
     )
@@ -307,7 +313,7 @@ def test_a_normal_step_never_waits_for_the_device(tmp_path, options: dict):
             length = batch.plan.seq_length
             done[length] = done.get(length, 0) + 1
             try:
-                torch.cuda.set_sync_debug_mode("error" if done[length] > 2 else "default")
+                torch.cuda.set_sync_debug_mode("error" if done[length] > first else "default")
                 targets, _ = agree(world, batch, wants_stop=False)
                 records += log.push(train_step(state, read, world, batch, targets))
             finally:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from data.loader import RowBatch
+from data.loader import TENSORS, RowBatch
 from data.masking import MaskingOptions, ModelInputs
 from data.plan import MASKED
 from model import ModelConfig
@@ -28,7 +28,6 @@ from training.objective import training_loss
 
 _SIZES = 32  # of the head's places for targets, between none and all positions
 _GRAPHS = 16  # kept; the one unused for longest goes first
-_TENSORS = ("tokens", "row_keys", "causal", "mask_counts", "origins")
 
 
 def records_graphs(config: TrainingConfig, model: ModelConfig, world: World) -> bool:
@@ -136,7 +135,7 @@ class MicroSteps:
         return inputs
 
     def _record(self, batch: RowBatch, slots: int) -> _Recording:
-        own = dataclasses.replace(batch, **{name: _clone(getattr(batch, name)) for name in _TENSORS})
+        own = dataclasses.replace(batch, **{name: _clone(getattr(batch, name)) for name in TENSORS})
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as the loader's, may do as they like meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -150,7 +149,7 @@ class _Recording:
     batch: RowBatch  # what the graph reads
 
     def replay(self, batch: RowBatch) -> None:
-        for name in _TENSORS:
+        for name in TENSORS:
             if (tensor := getattr(self.batch, name)) is not None:
                 tensor.copy_(getattr(batch, name))
         self.graph.replay()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -13,8 +14,10 @@ from data.masking import IGNORE_INDEX, MaskingOptions, ModelInputs
 from data.plan import CAUSAL, MASKED
 from ops.cross_entropy import target_scores
 from ops.dropout import DropoutKeys
+from ops.rope import VarlenSizes
 
 _DROPOUT = 201  # purpose of a row's dropout key, among the purposes in data/masking.py
+_DOCUMENTS = 64  # steps in which places for documents grow
 
 # Columns of the sums that a micro-step returns, one line per objective.
 LOSS, SQUARED_LOG_Z, CORRECT, COUNT = range(4)
@@ -71,10 +74,18 @@ def dropout_keys(batch: RowBatch, step_key: torch.Tensor) -> DropoutKeys:
     return DropoutKeys(rows=fold_torch(batch.row_keys, _DROPOUT), step=step_key)
 
 
-def evaluate(model: nn.Module, inputs: ModelInputs, slots: int, keys: DropoutKeys | None):
+def varlen_sizes(batch: RowBatch) -> VarlenSizes:
+    """Sizes of a micro-batch for rotary attention; documents in steps, so that kernels meet few shapes."""
+    masked, causal = (-(-int(batch.documents[line].sum()) // _DOCUMENTS) * _DOCUMENTS for line in (MASKED, CAUSAL))
+    return VarlenSizes(int(np.count_nonzero(batch.documents[CAUSAL])), causal, masked)
+
+
+def evaluate(
+    model: nn.Module, inputs: ModelInputs, slots: int, keys: DropoutKeys | None, sizes: VarlenSizes | None = None
+):
     """Scores of a micro-batch's targets in `slots` places, and their objectives: int64 [slots], -1 where unused."""
     positions = target_positions(inputs.labels, slots)
-    logits = model(inputs.input_ids, inputs.document_ids, inputs.causal, positions, keys)
+    logits = model(inputs.input_ids, inputs.document_ids, inputs.causal, positions, keys, sizes)
     labels = inputs.labels.flatten()[positions]
     used = torch.arange(slots, device=labels.device) < (inputs.labels != IGNORE_INDEX).sum()
     objective = inputs.causal[torch.div(positions, inputs.labels.shape[1], rounding_mode="floor")].long()
@@ -98,7 +109,7 @@ def training_loss(
     """
     inputs = batch.inputs(options)
     slots = int(batch.targets.sum()) if slots is None else slots
-    scores, objective = evaluate(model, inputs, slots, dropout_keys(batch, step_key))
+    scores, objective = evaluate(model, inputs, slots, dropout_keys(batch, step_key), varlen_sizes(batch))
     weight = (objective == MASKED) * per_target[MASKED] + (objective == CAUSAL) * per_target[CAUSAL]
     loss = (weight * (scores[0] + z_loss_weight * scores[1])).sum()
     return loss, sums_by_objective(scores, objective), inputs
