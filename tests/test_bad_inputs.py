@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import flags, make_inputs, run, training_lines
+from runs import ROOT, flags, make_inputs, run, training_lines
 
 from data.shards import tokenizer_hash, write_shard
+from model_config import ModelConfig
 from training.checkpoint import CheckpointError, locate, write_checkpoint
 from training.checkpoint_names import list_checkpoints
 from training.config import ConfigError, TrainingConfig, parse_config
@@ -156,6 +157,15 @@ def test_resuming_with_other_data_is_refused(inputs, tmp_path, capsys):
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     assert attempt(other, capsys)[0] == 0  # nothing was left to resume
     refused(arguments, capsys, "--train_path")
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "configs" / "recipes").glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_recipes_are_read(recipe, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = parse_config([f"--recipe={recipe}", "--train_path=x", "--tokenizer_path=y", "--name=z"], "test")
+    ModelConfig.from_json(Path(config.config_file))
+    masked_share = {"masked": 1, "causal": 0}.get(recipe.stem.rpartition("_")[2], 15 / 16)
+    assert config.hybrid_numerator / config.hybrid_denominator == masked_share
 
 
 def test_recipe_and_command_line(inputs, tmp_path):
