@@ -68,7 +68,7 @@ from training.stopping import (
 )
 from training.summary import describe
 from training.update import WeightUpdate
-from training.validation import pair_metrics, sample_texts, validation_metrics
+from training.validation import pair_metrics, sample_texts, validation_line, validation_metrics
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _INITIALISATION = 301  # purpose of the key that seeds the initial weights
@@ -427,7 +427,7 @@ def _run_steps(
             metrics = validation_metrics(state, inputs, world)
             if records is not None:
                 records.recorder.log(metrics)
-                records.recorder.say(_validation_line(metrics))
+                records.recorder.say(validation_line(metrics))
                 records.recorder.log_samples(sample_texts(state, inputs))
         if evaluates and inputs.pairs is not None:
             metrics = pair_metrics(state, inputs, inputs.pairs, world)
@@ -440,12 +440,3 @@ def _run_steps(
         if validates or evaluates or saves:
             log.restart_clock()
     return None
-
-
-def _validation_line(metrics: dict[str, Any]) -> str:
-    parts = [
-        f"{name} {metrics[f'valid/{name}_loss']:.3f} (EMA {metrics[f'valid/ema_{name}_loss']:.3f})"
-        for name in ("masked", "causal")
-        if f"valid/{name}_loss" in metrics
-    ]
-    return f"step {metrics['step']:>6}  validation loss: {', '.join(parts)}"

@@ -58,6 +58,16 @@ def validation_metrics(state: TrainState, inputs: Inputs, world: World) -> dict[
     return {"step": state.step, "stats/tokens": inputs.plan.tokens_before(state.step), **metrics}
 
 
+def validation_line(metrics: dict[str, Any]) -> str:
+    """What the console says of `validation_metrics`."""
+    parts = [
+        f"{name} {metrics[f'valid/{name}_loss']:.3f} (EMA {metrics[f'valid/ema_{name}_loss']:.3f})"
+        for name in ("masked", "causal")
+        if f"valid/{name}_loss" in metrics
+    ]
+    return f"step {metrics['step']:>6}  validation loss: {', '.join(parts)}"
+
+
 def pair_metrics(state: TrainState, inputs: Inputs, pairs: PairScorer, world: World) -> dict[str, Any]:
     """Minimal pairs with the averaged weights, in batches of the shape that validation uses."""
     config = inputs.config
