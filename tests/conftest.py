@@ -10,6 +10,7 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import shlex
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from slurm_reference import Reference
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# A shell's background jobs ignore Ctrl-C, and so do the programs they start: those that tests start shall not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Continuous integration sets it: there, a SLURM that cannot be started is a failure.
 REQUIRE_SLURM = os.environ.get("REQUIRE_SLURM") == "1"
 SHARED_FILES = ("test_slurm_ranks.py", "test_slurm_restarts.py")  # whose tests use the same jobs on SLURM
