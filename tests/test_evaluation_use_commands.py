@@ -1,5 +1,7 @@
 """generate.py and fill_mask.py as commands: what they print and refuse, and how they talk in a terminal."""
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import io
@@ -152,6 +154,15 @@ class Terminal:
         os.close(other)
         self.seen = ""
 
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(OSError):  # closed by end_with
+            os.close(self.fd)
+
     def expect(self, text: str, seconds: float = 60) -> str:
         """What came before `text`; fails where it does not come."""
         deadline = time.monotonic() + seconds
@@ -190,31 +201,30 @@ class Terminal:
 def test_generate_in_a_terminal(checkpoint):
     """Asks, answers, is stopped by Ctrl-C in the middle of an answer, asks again, and ends at Ctrl-D."""
     # Greedy, and this model repeats itself: it never ends by itself within the test.
-    terminal = Terminal(
-        "generate.py", str(checkpoint), "--device", "cpu", "--max_new_tokens", "1000000", "--temperature", "0"
-    )
-    terminal.expect("> ")
-    terminal.send("The list\n")
-    terminal.expect("\x1b[1mThe list\x1b[0m")
-    time.sleep(0.3)
-    terminal.send("\x03")
-    terminal.expect("(stopped)")
-    terminal.expect("> ")
-    terminal.send("\n")
-    terminal.expect("> ")
-    assert terminal.end_with("\x04") == 0
-    assert "Traceback" not in terminal.seen
+    options = ("--device", "cpu", "--max_new_tokens", "1000000", "--temperature", "0")
+    with Terminal("generate.py", str(checkpoint), *options) as terminal:
+        terminal.expect("> ")
+        terminal.send("The list\n")
+        terminal.expect("\x1b[1mThe list\x1b[0m")
+        time.sleep(0.3)
+        terminal.send("\x03")
+        terminal.expect("(stopped)")
+        terminal.expect("> ")
+        terminal.send("\n")
+        terminal.expect("> ")
+        assert terminal.end_with("\x04") == 0
+        assert "Traceback" not in terminal.seen
 
 
 def test_fill_mask_in_a_terminal(checkpoint):
     """A line without a gap is answered by a sentence and the next is awaited; Ctrl-C at the prompt ends."""
-    terminal = Terminal("fill_mask.py", str(checkpoint), "--device", "cpu", "--top_k", "3")
-    terminal.expect("> ")
-    terminal.send("no gap\n")
-    terminal.expect("there is no <mask> in the text 'no gap'")
-    terminal.expect("> ")
-    terminal.send("The <mask> returns\n")
-    assert terminal.expect("  -> The").count("%") == 3
-    terminal.expect("> ")
-    assert terminal.end_with("\x03") == 130
-    assert "Traceback" not in terminal.seen
+    with Terminal("fill_mask.py", str(checkpoint), "--device", "cpu", "--top_k", "3") as terminal:
+        terminal.expect("> ")
+        terminal.send("no gap\n")
+        terminal.expect("there is no <mask> in the text 'no gap'")
+        terminal.expect("> ")
+        terminal.send("The <mask> returns\n")
+        assert terminal.expect("  -> The").count("%") == 3
+        terminal.expect("> ")
+        assert terminal.end_with("\x03") == 130
+        assert "Traceback" not in terminal.seen

@@ -152,7 +152,10 @@ def test_ctrl_c_stops_following_and_not_the_job(fake_slurm, tmp_path):
         assert process.stdout is not None
         assert process.stdout.readline() == "[7_0] r0: running (starting)\n"
         process.send_signal(signal.SIGINT)
-        rest = process.stdout.read()
+        try:
+            rest, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "the job goes on" in rest
     assert "scancel 7" in rest
