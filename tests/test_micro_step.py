@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.runs import ROOT, flags, make_inputs, run, training_lines
 from training import loop, step
 from training.distributed import single_world
 from training.micro_step import choose_slots
+from training.status import read_status
 
 
 @pytest.mark.parametrize("positions", [1, 7, 32, 1000, 32768])
@@ -70,6 +72,21 @@ def test_warming_up_leaves_no_trace(tmp_path: Path, ranks: int):
     for key in ("train/loss", "stats/grad_norm"):
         cold, warm = ([line[key] for line in lines[name]] for name in ("cold", "warm"))
         assert warm == (cold if ranks == 0 else pytest.approx(cold, rel=1e-5))
+
+
+def test_too_little_memory_is_one_sentence_before_the_first_step(tmp_path: Path, monkeypatch, capsys):
+    def warm_up(*_: object) -> str:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 1 GiB")
+
+    monkeypatch.setattr(loop, "compile_layers", lambda model: None)
+    monkeypatch.setattr(loop, "warm_up", warm_up)
+    assert loop.main(flags(make_inputs(tmp_path / "inputs"), tmp_path, compile=True), "", single_world) == 1
+    error = "error: CUDA out of memory; lower --local_batch_size: it changes speed alone\n"
+    assert capsys.readouterr().err == error
+    assert not training_lines(tmp_path / "run")
+    status = read_status(tmp_path / "run")
+    assert status is not None
+    assert status.state == "failed"
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from training.checks import FAIL, OK, SKIP, WARN, Row, ranks_text, time_text
 from training.distributed import CollectiveError
 from training.loop import USER_ERRORS
 from training.meeting import Meeting, OtherRankFailed, RankLost
+from training.reporting import out_of_memory
 
 COLUMNS = 120  # of a line of the table
 _CHECK, _RESULT = 14, 6
@@ -127,7 +128,7 @@ class Doctor:
 def sentence(error: BaseException) -> str:
     """What the table says of an error."""
     if isinstance(error, torch.OutOfMemoryError):
-        return f"{str(error).split('. ')[0]}; lower --local_batch_size: it changes speed alone"
+        return out_of_memory(error)
     text = " ".join(str(error).split())[:500]
     if isinstance(error, (*USER_ERRORS, CollectiveError, OtherRankFailed, RankLost, TimeoutError)):
         return text

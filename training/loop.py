@@ -42,7 +42,7 @@ from training.minimal_pairs import pairs_line
 from training.optimizers import load_named_state, make_optimizer, named_state
 from training.parallel import compile_layers, parallelize
 from training.report_data import SAMPLES
-from training.reporting import report, report_traceback
+from training.reporting import out_of_memory, report, report_traceback
 from training.setup import (
     Inputs,
     RunFolder,
@@ -126,7 +126,7 @@ def main(
         report(str(error), config, world, secondary=not error.late)
         return 1
     except torch.OutOfMemoryError as error:
-        report(f"{str(error).split('. ')[0]}; lower --local_batch_size: it changes speed alone", config, world)
+        report(out_of_memory(error), config, world)
         return 1
     except OSError as error:
         if error.errno not in _DISK_ERRORS:

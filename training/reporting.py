@@ -25,6 +25,11 @@ def _environment(world: World | None) -> Environment:
         return Environment("none")
 
 
+def out_of_memory(error: Exception) -> str:
+    """The sentence for torch.OutOfMemoryError: torch's first, and the remedy."""
+    return f"{str(error).split('. ')[0]}; lower --local_batch_size: it changes speed alone"
+
+
 def report(error: str, config: TrainingConfig | None, world: World | None, secondary: bool = False) -> None:
     """Print an error, naming the rank where there are several, and leave it in the run folder of a SLURM job."""
     environment = _environment(world)
