@@ -21,6 +21,7 @@ import torch
 from cluster import CannotRun, Cluster, obstacle
 
 if TYPE_CHECKING:
+    from slurm_jobs import Jobs
     from slurm_reference import Reference
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -70,6 +71,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 # For the tests of tokenize_corpus. tokenizing.py is imported in them: it needs packages that a GPU machine may lack.
+
+
+@pytest.fixture
+def cheap_tokenizing(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For some hundred runs of tokenize_corpus: the tokenizer is loaded once, and nothing waits for the disk."""
+    import data.shards
+    from preprocessing import encoding, tokenize_corpus
+    from preprocessing.tokenizer import load_tokenizer
+
+    tokenizer, digest = load_tokenizer(tokenizer_path), data.shards.tokenizer_hash(tokenizer_path)
+    for module in (tokenize_corpus, encoding):
+        monkeypatch.setattr(module, "load_tokenizer", lambda path: tokenizer)
+    monkeypatch.setattr(tokenize_corpus, "tokenizer_hash", lambda path: digest)
+    monkeypatch.setattr(data.shards.os, "fsync", lambda descriptor: None)  # slow, and nothing here loses its power
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +181,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> "Reference":
 
     base = tmp_path_factory.getbasetemp()
     return Reference((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "reference")
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, reference: "Reference") -> "Jobs":
+    """Training jobs that the tests of a file share."""
+    from slurm_jobs import Jobs
+
+    return Jobs(cluster, tmp_path_factory.mktemp("slurm"), reference)
 
 
 @pytest.fixture(autouse=True)

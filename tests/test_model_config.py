@@ -87,4 +87,4 @@ def test_unreadable_configurations(tmp_path: Path):
 def test_configuration_is_frozen():
     config = ModelConfig.from_dict(SIZES)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.hidden_size = 64  # type: ignore[misc]
+        config.hidden_size = 64  # type: ignore[misc] - what must be refused

@@ -18,10 +18,9 @@ import pytest
 from tokenizing import command, contents, make_texts, tokenize
 
 import data.shards
-from data.shards import ShardWriter, tokenizer_hash
-from preprocessing import corpora, encoding, tokenize_corpus
+from data.shards import ShardWriter
+from preprocessing import corpora, encoding
 from preprocessing.corpora import find_inputs
-from preprocessing.tokenizer import load_tokenizer
 
 
 class Crash(BaseException):
@@ -49,13 +48,8 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(Path, "unlink", wrapped(Path.unlink))
 
 
-def test_a_crash_at_any_moment_changes_nothing(tokenizer_path, tmp_path, monkeypatch, small_chunks):
+def test_a_crash_at_any_moment_changes_nothing(tokenizer_path, tmp_path, monkeypatch, small_chunks, cheap_tokenizing):
     """Continued after a death at each single fsync, rename and deletion; also with a death while continuing."""
-    tokenizer, digest = load_tokenizer(tokenizer_path), tokenizer_hash(tokenizer_path)
-    for module in (tokenize_corpus, encoding):  # once is enough for some hundred runs
-        monkeypatch.setattr(module, "load_tokenizer", lambda path: tokenizer)
-    monkeypatch.setattr(tokenize_corpus, "tokenizer_hash", lambda path: digest)
-    monkeypatch.setattr(data.shards.os, "fsync", lambda descriptor: None)  # slow, and nothing here loses its power
     source = tmp_path / "x.txt"
     source.write_text("\n\n".join([*make_texts(12), "\n".join(make_texts(30)), *make_texts(6)]))
 

@@ -15,13 +15,11 @@ from test_preprocessing_interrupted import Crash, crash_at, started
 from test_preprocessing_tokenize import PEAK
 from tokenizing import ROOT, command, contents, make_texts, tokenize
 
-import data.shards
-from data.shards import ShardWriter, read_manifest, tokenizer_hash
-from preprocessing import encoding, parts, tokenize_corpus
+from data.shards import ShardWriter, read_manifest
+from preprocessing import parts, tokenize_corpus
 from preprocessing.corpora import find_inputs
 from preprocessing.encoding import EncoderSettings
 from preprocessing.tokenize_corpus import Summary, merge_parts, tokenize_part
-from preprocessing.tokenizer import load_tokenizer
 
 
 def test_parts_side_by_side(large, tokenizer_path, tmp_path):
@@ -36,13 +34,8 @@ def test_parts_side_by_side(large, tokenizer_path, tmp_path):
     assert contents(output) == contents(large / "whole")
 
 
-def test_a_crash_at_any_moment_changes_nothing(tokenizer_path, tmp_path, monkeypatch, small_chunks):
+def test_a_crash_at_any_moment_changes_nothing(tokenizer_path, tmp_path, monkeypatch, small_chunks, cheap_tokenizing):
     """Parts and merge, continued after a death at each single fsync, rename, deletion and note of a complete part."""
-    tokenizer, digest = load_tokenizer(tokenizer_path), tokenizer_hash(tokenizer_path)
-    for module in (tokenize_corpus, encoding):  # once is enough for some hundred runs
-        monkeypatch.setattr(module, "load_tokenizer", lambda path: tokenizer)
-    monkeypatch.setattr(tokenize_corpus, "tokenizer_hash", lambda path: digest)
-    monkeypatch.setattr(data.shards.os, "fsync", lambda descriptor: None)  # slow, and nothing here loses its power
     (tmp_path / "in").mkdir()
     for number, texts in enumerate((make_texts(18), ["\n".join(make_texts(30))])):
         (tmp_path / "in" / f"{number}.txt").write_text("\n\n".join(texts))

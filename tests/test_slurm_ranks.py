@@ -20,17 +20,6 @@ from training.status import read_status
 pytestmark = pytest.mark.slurm
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Where the jobs leave their runs."""
-    return tmp_path_factory.mktemp("slurm")
-
-
-@pytest.fixture
-def jobs(cluster, folder, reference) -> Jobs:
-    return Jobs(cluster, folder, reference)
-
-
 def submit_layout(jobs: Jobs, name: str, *options: str, **flag) -> tuple[str, Path]:
     """The job, and the folder in which each of its ranks leaves what it found."""
     place = jobs.runs.parent / f"layout_{name}"
@@ -39,10 +28,9 @@ def submit_layout(jobs: Jobs, name: str, *options: str, **flag) -> tuple[str, Pa
 
 
 @pytest.fixture(scope="module")
-def own_gpu(cluster, folder, reference) -> tuple[str, Path]:
+def own_gpu(cluster, jobs) -> tuple[str, Path]:
     """A run of four ranks on one node, each of which sees one GPU; it saves at steps 10, 20 and 30."""
-    jobs, output = Jobs(cluster, folder, reference), cluster.folder
-    cluster.folder = folder
+    output, cluster.folder = cluster.folder, jobs.runs.parent
     options = ("--nodes=1", "--ntasks=4", "--gpus-per-task=1", "-wnode3")
     submitted = submit_layout(jobs, "own_gpu", *options, save_every=10)
     cluster.folder = output

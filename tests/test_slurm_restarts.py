@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
-from slurm_jobs import Jobs
 
 from training.status import read_status
 
@@ -19,21 +17,9 @@ pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Where the jobs leave their runs."""
-    return tmp_path_factory.mktemp("slurm")
-
-
-@pytest.fixture
-def jobs(cluster, folder, reference) -> Jobs:
-    return Jobs(cluster, folder, reference)
-
-
-@pytest.fixture(scope="module")
-def background(cluster, folder, reference) -> dict[str, str]:
+def background(cluster, jobs) -> dict[str, str]:
     """Jobs that mostly wait, by name of the run."""
-    jobs, output = Jobs(cluster, folder, reference), cluster.folder
-    cluster.folder = folder
+    output, cluster.folder = cluster.folder, jobs.runs.parent
     slow, slower = {"TEST_STEP_SECONDS": "2.5"}, {"TEST_STEP_SECONDS": "4"}
     # It starts again on node2: tests break the others, or want them for themselves.
     silent = jobs.submit("silent_node", "--exclude=node[3-4]", env=slow, save_every=5)
