@@ -3,9 +3,8 @@
     python benchmarks/optimizer.py [--config configs/base.json] [--output optimizer.json]
 
 Every method works on the parameters of one model in the same process: random weights and gradients, a norm that is
-clipped, three steps to warm up. Times are medians by CUDA events, each from a device queue that is not empty. "in
-buckets" has gradients where DistributedDataParallel has them, most of them at no multiple of 16 bytes. The floor is the
-traffic of the fused passes at the rate of a large copy in the same process.
+clipped, three steps to warm up. Times are medians by CUDA events, each from a device queue that is not empty. The floor
+is the traffic of the fused passes at the rate of a large copy in the same process.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
-from torch import nn
 
 from benchmarks.measuring import environment, times_of
 from model import ModelConfig
@@ -51,24 +49,11 @@ def switched(on: bool) -> Iterator[None]:
             os.environ["HYBRID_FUSED_OPTIMIZER"] = before
 
 
-def set_gradients(model: nn.Module, buckets: bool) -> None:
-    """Random gradients; with `buckets` as views of one allocation, from the last parameter to the first."""
-    parameters = list(model.parameters())
-    if not buckets:
-        for parameter in parameters:
-            parameter.grad = torch.randn_like(parameter)
-        return
-    flat = torch.randn(sum(parameter.numel() for parameter in parameters), device=parameters[0].device)
-    place = 0
-    for parameter in reversed(parameters):
-        parameter.grad = flat[place : place + parameter.numel()].view_as(parameter)
-        place += parameter.numel()
-
-
-def make(config: ModelConfig, optimizer: str, fused: bool, buckets: bool) -> WeightUpdate:
-    """A model of its own with gradients, and its update."""
+def make(config: ModelConfig, optimizer: str, fused: bool) -> WeightUpdate:
+    """A model of its own with random gradients, and its update."""
     model = build_model(config).cuda()
-    set_gradients(model, buckets)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
     settings = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
     with switched(fused):
         return WeightUpdate(model, make_optimizer(model, optimizer, **settings), Ema(model, 0.999), max_norm=2.0)
@@ -104,15 +89,14 @@ def main() -> int:
         return 2
     config = ModelConfig.from_json(options.config)
     methods = [
-        ("LAMB, fused", "lamb", True, False),
-        ("LAMB, fused, in buckets", "lamb", True, True),
-        ("LAMB, separate calls (twin)", "lamb", False, False),
-        ("AdamW of torch, fused, with clipping and average", "adamw", False, False),
-        ("AdamW of torch, fused, its step alone", "adamw", False, False),
+        ("LAMB, fused", "lamb", True),
+        ("LAMB, separate calls (twin)", "lamb", False),
+        ("AdamW of torch, fused, with clipping and average", "adamw", False),
+        ("AdamW of torch, fused, its step alone", "adamw", False),
     ]
     rate, results, parameters = copy_rate(), [], 0
-    for name, optimizer, fused, buckets in methods:
-        update = make(config, optimizer, fused, buckets)
+    for name, optimizer, fused in methods:
+        update = make(config, optimizer, fused)
         if fused != (update._fused is not None):
             print("error: the fused kernels cannot run on this device", file=sys.stderr)
             return 2

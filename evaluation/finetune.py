@@ -35,7 +35,7 @@ from evaluation.finetune_data import Task, find_tasks, read_task
 from evaluation.finetune_metrics import measures
 from evaluation.finetune_training import Finetuner, Settings, encode
 from model import LTGBert
-from training.parallel import compile_layers
+from training.compiling import compile_layers
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -128,7 +128,7 @@ def wanted(device: torch.device, dtype: torch.dtype, head_dim: int, slots: int, 
     """Whether a model whose queries are of `dtype` should use the kernels; `drops`: with dropout of probabilities.
 
     Not while torch.compile traces: then the layout would have to be part of the graph, and its tables are made on the
-    host. Training compiles sublayers, which get the layout as an argument (training/parallel.py).
+    host. Training compiles sublayers, which get the layout as an argument (training/compiling.py).
     """
     chosen = os.environ.get("HYBRID_FUSED_ATTENTION", "1") != "0" and not torch.compiler.is_compiling()
     return chosen and dtype == torch.bfloat16 and available(device, head_dim, slots, drops)

@@ -44,7 +44,7 @@ def fused_gated_pair_norm(pair: Tensor, eps: float, approximate: str) -> Tensor:
 def wanted(device: torch.device, width: int) -> bool:
     """Whether a model should use the kernels for rows of `width`: under bf16 autocast on CUDA, not while compiling.
 
-    (Training compiles sublayers, which are told; training/parallel.py.) HYBRID_FUSED_NORM=0 in the environment makes
+    (Training compiles sublayers, which are told; training/compiling.py.) HYBRID_FUSED_NORM=0 in the environment makes
     models use the plain form, for comparing and debugging.
     """
     if device.type != "cuda" or torch.compiler.is_compiling():

@@ -13,7 +13,7 @@ from model_extra import GPTBert
 from ops.attention import RelativeLayout, relative_attention, relative_layout
 from ops.dropout import DropoutKeys
 from ops.fused_attention import FusedLayout
-from training.parallel import compile_layers
+from training.compiling import compile_layers
 
 KINDS = [("ltg-bert", "relative"), ("gpt-bert", "relative"), ("gpt-bert", "rope")]
 

@@ -1,11 +1,17 @@
-"""Gradients across ranks: summed, not averaged, in float32 or bfloat16."""
+"""Gradients across ranks: summed, not averaged, in float32 or bfloat16, while the backward pass goes on."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
-from runs import flags, make_inputs, run, training_lines
+import torch
+from modelling import make_model
+from runs import ROOT, command, environment, flags, make_inputs, run, training_lines
 
+from slurm.environment import Environment
+from training import parallel
 from training.checkpoint import locate
+from training.distributed import World
 
 STEPS = 8
 
@@ -36,3 +42,141 @@ def test_first_moments_are_those_of_one_rank(folder):
     for name in expected:
         if name.startswith("exp_avg/"):
             assert (found[name] - expected[name]).norm() < 0.05 * expected[name].norm() + 1e-6, name
+
+
+CHANGED = """
+import os, sys
+sys.path.insert(0, {root!r})
+import torch
+import training.loop
+from training.distributed import start_world
+
+build_model = training.loop.build_model
+
+def changed(config):
+    model = build_model(config)
+    if os.environ["RANK"] == "1":
+        with torch.no_grad():
+            {change}
+    return model
+
+training.loop.build_model = changed
+sys.exit(training.loop.main(sys.argv[1:], "", start_world))
+"""
+
+
+def _changed(folder: Path, change: str) -> Path:
+    (folder / "changed.py").write_text(CHANGED.format(root=str(ROOT), change=change))
+    return folder / "changed.py"
+
+
+def test_weights_are_those_of_rank_0(folder: Path, tmp_path: Path):
+    """Another host's random numbers may differ in their last bits; what differs here are whole numbers."""
+    options = {"max_steps": STEPS, "batch_reduction": 1, "length_milestones": "", "save_every": 0, "validate_every": 0}
+    script = _changed(tmp_path, "[parameter.add_(1) for parameter in model.parameters()]")
+    run(flags(folder.parent / "inputs", tmp_path, **options), ranks=2, script=script)
+    expected, found = training_lines(folder / "one"), training_lines(tmp_path / "run")
+    assert [line["train/loss"] for line in found] == pytest.approx([line["train/loss"] for line in expected], rel=1e-5)
+
+
+def test_another_model_on_a_rank_is_refused(folder: Path, tmp_path: Path):
+    script = _changed(tmp_path, "del model.transformer.mlp_layers[1]")
+    words = command(flags(folder.parent / "inputs", tmp_path), ranks=2, script=script)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment(), check=False)
+    assert done.returncode != 0
+    assert "error: ranks 1 have another model than rank 0: --config_file and the flags of the model" in done.stderr
+
+
+@pytest.mark.parametrize("kind", [("gpt-bert", "relative"), ("ltg-bert", "relative"), ("gpt-bert", "rope")])
+def test_sums_set_out_during_the_backward_pass(monkeypatch: pytest.MonkeyPatch, kind: tuple[str, str]):
+    """Each bucket goes off once, in order, complete, and all but the last before the embedding has its gradient."""
+    model = make_model(kind)
+    world = World(0, 2, torch.device("cpu"), Environment("torchrun", world_size=2))
+    gradients = parallel.Gradients(model, world, bucket_bytes=1)
+    embedding = model.embedding.word_embedding.weight
+    sent: list[torch.Tensor] = []
+    contents: list[torch.Tensor] = []
+    early = 0
+
+    class Work:
+        def wait(self) -> None:
+            assert len(sent) == len({id(bucket) for bucket in sent})
+
+    def all_reduce(bucket: torch.Tensor, async_op: bool) -> Work:
+        nonlocal early
+        assert async_op
+        assert embedding.grad is not None
+        early += not embedding.grad.any()
+        sent.append(bucket)
+        contents.append(bucket.clone())
+        return Work()
+
+    monkeypatch.setattr(parallel.dist, "all_reduce", all_reduce)
+    ids, documents = torch.randint(0, 60, (2, 12)), torch.zeros(2, 12, dtype=torch.int64)
+
+    def loss() -> torch.Tensor:
+        return model(ids, documents, torch.tensor([True, False]), torch.arange(24), None).square().sum()
+
+    loss().backward()  # a micro-step that is not the last
+    assert not sent
+    gradients.zero()
+    assert not any(parameter.grad.any() for parameter in model.parameters())
+    with gradients.summed():
+        loss().backward()
+    parameters = list(model.parameters())
+    assert len(sent) == len(parameters)
+    assert sum(parameter.grad.data_ptr() == sent[-1].data_ptr() for parameter in parameters) == 1
+    assert all(torch.equal(bucket, content) for bucket, content in zip(sent, contents, strict=True))
+    last = len(list(model.embedding.parameters())) + sum("alphas" in name for name, _ in model.named_parameters())
+    assert len(sent) - last <= early < len(sent)
+
+
+SMALL_BUCKETS = """
+import functools, sys
+sys.path.insert(0, {root!r})
+import training.loop
+from training.distributed import start_world
+training.loop.Gradients = functools.partial(training.loop.Gradients, bucket_bytes=20_000)
+sys.exit(training.loop.main(sys.argv[1:], "", start_world))
+"""
+
+
+@pytest.fixture
+def small_buckets(tmp_path: Path) -> Path:
+    """A script like train_multi_gpu.py that sums gradients of a small model in many pieces, too."""
+    (tmp_path / "small.py").write_text(SMALL_BUCKETS.format(root=str(ROOT)))
+    return tmp_path / "small.py"
+
+
+def test_sums_in_many_pieces_are_those_of_one_rank(folder: Path, tmp_path: Path, small_buckets: Path):
+    options = {"max_steps": STEPS, "batch_reduction": 1, "length_milestones": "", "save_every": 0, "validate_every": 0}
+    run(flags(folder.parent / "inputs", tmp_path, **options), ranks=2, script=small_buckets)
+    expected, found = training_lines(folder / "one"), training_lines(tmp_path / "run")
+    for key in ("train/loss", "stats/grad_norm"):
+        assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
+def test_recorded_steps_of_two_gpus_are_those_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_buckets: Path
+):
+    """float32, so that what differs is the order of sums; graphs of every row length are recorded and replayed."""
+    inputs = make_inputs(tmp_path / "inputs", hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    options = {"device": "cuda", "learning_rate": 1e-3, "local_batch_size": 8, "max_steps": 24, "validate_every": 0}
+    losses = {}
+    for name, ranks, graphs, dtype in (
+        ("one", 0, "1", "float32"),
+        ("two", 2, "1", "float32"),
+        ("hooks", 2, "0", "float32"),
+        ("bfloat16", 2, "1", "bfloat16"),
+    ):
+        monkeypatch.setenv("HYBRID_CUDA_GRAPHS", graphs)
+        choices = {"compile": True, "mixed_precision": False, "allreduce_dtype": dtype}
+        script = small_buckets if ranks else None
+        done = run(flags(inputs, tmp_path, name, **options, **choices), ranks, script=script)
+        assert "without CUDA graphs" not in done.stderr
+        losses[name] = [line["train/loss"] for line in training_lines(tmp_path / name)]
+    for name, bound in (("two", 1e-5), ("hooks", 1e-5), ("bfloat16", 2e-3)):
+        assert losses[name] == pytest.approx(losses["one"], rel=bound), name
+    assert losses["bfloat16"] != pytest.approx(losses["two"], rel=1e-9), "nothing was rounded"

@@ -33,6 +33,7 @@ from training.checkpoint import (
     write_checkpoint,
 )
 from training.checkpoint_names import folder_name, list_checkpoints, newest_step
+from training.compiling import compile_layers
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.distributed import CollectiveError, World
 from training.ema import Ema
@@ -40,7 +41,7 @@ from training.metrics import Recorder, keep_until, wandb_mode
 from training.micro_step import MicroSteps, records_graphs
 from training.minimal_pairs import pairs_line
 from training.optimizers import load_named_state, make_optimizer, named_state
-from training.parallel import compile_layers, parallelize
+from training.parallel import Gradients, share_weights
 from training.report_data import SAMPLES
 from training.reporting import out_of_memory, report, report_traceback
 from training.setup import (
@@ -194,7 +195,7 @@ def make_state(inputs: Inputs, world: World, checkpoint: Checkpoint | None) -> T
             raise ConfigError(
                 f"--initial_weights {config.initial_weights!r} does not fit the model: {shown}"
             ) from error
-    model.to(world.device).train()
+    share_weights(model.to(world.device).train(), world)
     optimizer = make_optimizer(
         model,
         config.optimizer,
@@ -212,11 +213,11 @@ def make_state(inputs: Inputs, world: World, checkpoint: Checkpoint | None) -> T
     if config.compile:
         compile_layers(model)
     update = WeightUpdate(model, optimizer, ema, config.max_gradient or math.inf)
-    forward = parallelize(model, world, config.allreduce_dtype)
     options, precise = inputs.builder.options, bool(config.mixed_precision)
     record = records_graphs(config, inputs.model_config, world)
-    micro_steps = MicroSteps(forward, options, config.z_loss_weight, world.device, precise, record)
-    return TrainState(step, model, forward, optimizer, ema, update, micro_steps)
+    gradients = Gradients(model, world, config.allreduce_dtype, stay=record)
+    micro_steps = MicroSteps(model, gradients, options, config.z_loss_weight, world.device, precise, record)
+    return TrainState(step, model, gradients, optimizer, ema, update, micro_steps)
 
 
 @dataclass

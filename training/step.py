@@ -21,7 +21,7 @@ from training.distributed import World
 from training.ema import Ema
 from training.micro_step import MicroSteps
 from training.objective import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
-from training.parallel import synchronise_only
+from training.parallel import Gradients
 from training.schedules import learning_rate
 from training.setup import Inputs
 from training.summary import flops_per_token, peak_flops, target_share
@@ -34,11 +34,11 @@ class NonFiniteError(RuntimeError):
 
 @dataclass
 class TrainState:
-    """All that training changes. `step` counts optimizer steps done; `forward` is `model` wrapped for training."""
+    """All that training changes. `step` counts optimizer steps done."""
 
     step: int
     model: LTGBert
-    forward: nn.Module
+    gradients: Gradients
     optimizer: torch.optim.Optimizer
     ema: Ema
     update: WeightUpdate
@@ -101,9 +101,8 @@ def train_step(
     run.begin(signed(plan.step_key(step)), weights.per_target)
     micro_batches = list(batch.micro_batches(world.device))
     for number, micro_batch in enumerate(micro_batches):
-        last = number == len(micro_batches) - 1
-        with synchronise_only(state.forward, last), world.collective("the sum of gradients"):
-            model_inputs = run(micro_batch)
+        with world.collective("the sum of gradients"):
+            model_inputs = run(micro_batch, last=number == len(micro_batches) - 1)
         if prints is not None and model_inputs is not None:
             prints += fingerprint(model_inputs, micro_batch.row_keys)
     sums = run.sums.clone()
@@ -117,8 +116,7 @@ def train_step(
     for group in state.optimizer.param_groups:
         group["lr"] = rate
     grad_norm = state.update()
-    # DDP's gradients are views of its buckets, and CUDA graphs know them by their place: keep them.
-    state.optimizer.zero_grad(set_to_none=world.size == 1 and not run.records)
+    state.gradients.zero()
     state.step = done
 
     local_sums = sums.clone()
