@@ -69,6 +69,7 @@ bench: setup  ## every benchmark, one after the other: the first for any machine
 	$(RUN) benchmarks/loader.py
 	$(RUN) benchmarks/throughput.py --parts
 	$(RUN) benchmarks/attention.py
+	$(RUN) benchmarks/head.py
 	$(RUN) benchmarks/optimizer.py
 	$(RUN) benchmarks/scaling.py
 

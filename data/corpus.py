@@ -146,7 +146,7 @@ class Corpus:
         """Start (in the concatenation of all shards) and length of each document; int64 [n] both."""
         starts, lengths = np.empty(len(documents), np.int64), np.empty(len(documents), np.int64)
         shard_of = np.searchsorted(self._shard_documents, documents, side="right") - 1
-        for shard in np.unique(shard_of) if len(self.shards) > 1 else (0,):
+        for shard in _numbers_in(shard_of) if len(self.shards) > 1 else (0,):
             where = np.flatnonzero(shard_of == shard) if len(self.shards) > 1 else slice(None)
             local = documents[where] - self._shard_documents[shard]
             offsets = self.shards[shard].offsets
@@ -162,7 +162,7 @@ class Corpus:
         else:
             tokens = np.empty(len(positions), np.int32)
             shard_of = np.searchsorted(self._shard_tokens, positions, side="right") - 1
-            for shard in np.unique(shard_of):
+            for shard in _numbers_in(shard_of):
                 where = np.flatnonzero(shard_of == shard)
                 tokens[where] = self.shards[shard].tokens[positions[where] - self._shard_tokens[shard]]
         return tokens
@@ -323,6 +323,11 @@ class TokenStream:
         origins = source + (np.repeat(uses[document], pieces) << OCCURRENCE_SHIFT)
         origins[bos] = origins[eos] = 0
         return tokens.reshape(-1, count), origins.reshape(-1, count)
+
+
+def _numbers_in(values: np.ndarray) -> np.ndarray:
+    """The small numbers that occur among many `values`, in order, much faster than np.unique."""
+    return np.flatnonzero(np.bincount(values))
 
 
 def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 import torch
 from cluster import CannotRun, Cluster, obstacle
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from slurm_jobs import Jobs
     from slurm_reference import Reference
 
+# How long an example takes says more about what else the machine does than about the code.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # A shell's background jobs ignore Ctrl-C, and so do the programs they start: those that tests start shall not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

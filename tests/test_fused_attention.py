@@ -231,7 +231,7 @@ def document_ids(draw: st.DrawFn) -> Tensor:
 
 
 @pytest.mark.gpu
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=40, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     ids=document_ids(),
     heads=st.integers(1, 5),

@@ -52,7 +52,7 @@ def global_fingerprint(builder, step, world_size, split, local_batch_size) -> tu
     return total % 2**64, targets
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 11), st.integers(1, 6), st.integers(1, 40), st.sampled_from(["auto", "rows"]), st.booleans())
 def test_global_batch_is_the_same_on_any_hardware(corpus, step, world_size, local_batch_size, wish, even):
     builder = make_builder(corpus, even=even)
@@ -75,7 +75,7 @@ def test_targets_known_beforehand_are_those_of_the_labels(corpus):
             assert (micro_batch.targets[CAUSAL] > 0).tolist() == inputs.causal.tolist()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 11), st.integers(1, 40))
 def test_documents_known_beforehand_suffice(corpus, step, local_batch_size):
     builder = make_builder(corpus)
@@ -120,14 +120,14 @@ def test_every_token_once_per_epoch_and_objective_across_row_lengths(corpus, wor
     assert len(lengths) == 3
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 400))
 def test_micro_batches_keep_their_tokens_when_rows_grow(local_batch_size):
     assert micro_batch_rows(local_batch_size, 128, 128) == local_batch_size
     assert micro_batch_rows(local_batch_size, 128, 512) == max(1, local_batch_size // 4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 90), st.integers(1, 40))
 def test_micro_batches_are_full_and_hold_every_row_once(corpus, rows, size):
     """But for the last ones: a single row is left over only where it cannot be helped."""

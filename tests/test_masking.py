@@ -107,7 +107,7 @@ def test_causal_rows_predict_everything_but_the_document_start():
     assert (labels == 2).any()  # </s> is learned
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 12), st.integers(2, 70), st.floats(0, 1), st.integers(0, 99), st.booleans())
 def test_a_row_does_not_depend_on_its_batch(rows, length, p, seed, even):
     tokens, keys = make_rows(rows, length, seed, document_every=10)

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data.masking import IGNORE_INDEX, ModelInputs
@@ -30,7 +30,6 @@ from training.setup import Inputs
 from training.step import NonFiniteError, PendingStep, StepLog
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(1, 30), st.floats(0, 1), st.integers(0, 99))
 def test_target_positions_are_those_of_nonzero(rows, length, share, seed):
     torch.manual_seed(seed)

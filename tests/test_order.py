@@ -23,7 +23,7 @@ def make_corpus(folder: Path, lengths: list[int]) -> Corpus:
     return Corpus(folder / "x.shard", tokenizer_hash=None, bos_id=1, eos_id=2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_every_row_once_and_in_its_epoch(tmp_path_factory, data):
     corpus = make_corpus(

@@ -249,7 +249,7 @@ def reference(content: bytes) -> list[str]:
     return ["\n".join(lines) for lines in documents if lines]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     content=st.lists(st.sampled_from(["a", "b d", "é", "🙂x ", " ", "\t", "\n", "\n\n", "\r\n", "\n \n"])).map("".join),
     chunk_bytes=st.integers(1, 60),

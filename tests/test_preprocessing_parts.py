@@ -50,7 +50,7 @@ def flags(corpus, tokenizer_path, tmp_path):
 # The shares
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sizes=st.lists(st.integers(0, 1000), max_size=30), count=st.integers(1, 12))
 def test_shares_are_neighbours_and_of_about_equal_size(sizes, count):
     files = [InputFile(Path(str(n)), str(n), "text", "", size, 0) for n, size in enumerate(sizes)]

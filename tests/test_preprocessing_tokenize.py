@@ -25,7 +25,7 @@ from preprocessing.tokenizer import SPECIAL_TOKENS, load_tokenizer
 # What comes out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     texts=st.lists(st.text(max_size=50) | st.sampled_from(["<mask>", "a </s> b<s>", "\ud83d\ude42", " "]), min_size=1)
 )

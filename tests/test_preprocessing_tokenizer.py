@@ -74,7 +74,7 @@ def test_special_tokens_have_the_ids_that_training_expects(tokenizer):
     assert vocabulary_size(tokenizer) == tokenizer.get_vocab_size() == 360
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=TEXTS)
 def test_any_text_comes_back(tokenizer, text):
     ids = by_encoder(DocumentEncoder(tokenizer), [text])[0]
@@ -87,7 +87,7 @@ def places(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
     return [place for _, place in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=TEXTS)
 def test_stretches_meet_where_both_pre_tokenisers_cut(tokenizer, gpt2, text):
     """Whatever the merges are: each stretch by itself is cut as it is inside the text."""
@@ -101,7 +101,7 @@ def test_stretches_meet_where_both_pre_tokenisers_cut(tokenizer, gpt2, text):
         assert found == places(each, text)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
 def test_the_cache_changes_nothing(tokenizer, gpt2, texts):
     for each in (tokenizer, gpt2):
@@ -196,7 +196,7 @@ def test_long_documents_are_encoded_in_pieces_without_a_difference(tokenizer, mo
     assert tokenizer.decode(ids) == spaceless
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(st.sampled_from("ab \n\t é你🙂"), min_size=1, max_size=80), limit=st.integers(8, 30))
 def test_cutting(text, limit):
     cut = cut_text(text, limit)

@@ -62,7 +62,7 @@ def test_layout_byte_by_byte(shard):
     assert shard.read_bytes() == header + tokens + struct.pack("<4Q", 0, 3, 3, 5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     documents=st.lists(st.lists(st.integers(0, 69_999), max_size=20), max_size=12),
     vocab_size=st.sampled_from([300, 65_536, 65_537, 70_000]),

@@ -96,7 +96,7 @@ def draw_stream(folder: Path, data: st.DataObject) -> TokenStream:
     return TokenStream(open_corpus(str(folder / "*.shard"), eos), key=data.draw(st.none() | st.integers(0, 99)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_range_equals_the_slice_of_the_whole(tmp_path_factory, data):
     stream = draw_stream(tmp_path_factory.mktemp("shards"), data)
@@ -109,7 +109,7 @@ def test_any_range_equals_the_slice_of_the_whole(tmp_path_factory, data):
     np.testing.assert_array_equal(part_origins, origins[begin : begin + count])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_rows_from_anywhere_equal_slices_of_the_whole(tmp_path_factory, data):
     stream = draw_stream(tmp_path_factory.mktemp("shards"), data)
