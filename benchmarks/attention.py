@@ -7,7 +7,7 @@ events around a forward and around its backward, after a warm-up, each from a de
 launch is timed). Ours and the twin run with dropout 0.1 and bidirectional rows; "documents" adds document boundaries
 (about 200 tokens apart) and "causal" causal rows. SDPA has no positions: it is what attention costs without them.
 FlexAttention gathers its scores from tables of q @ K_pos and k @ Q_pos, and cannot drop out. flashdeberta (if
-installed) has other buckets and no dropout.
+installed) computes the same scores and has no dropout.
 """
 
 from __future__ import annotations
@@ -112,19 +112,18 @@ def flex(x: Inputs) -> Callable[[], Tensor]:
 
 
 def flashdeberta(x: Inputs) -> Callable[[], Tensor]:
-    """The flashdeberta package's Triton kernels, from tables like FlexAttention's."""
+    """The flashdeberta package's Triton kernels (0.0.8): the same scores; its tables have one more row in front."""
     from flashdeberta.ops.flash_attention import flash_attention_with_disentangled  # pyright: ignore
 
     head_dim = x.value.size(-1)
 
     def run() -> Tensor:
         query, key = (part.transpose(1, 2).contiguous() for part in x.query_key.unbind(2))
-        query_pos, key_pos = x.positions.unbind(1)
-        to_position = torch.einsum("bhid,shd->bhis", query, key_pos).contiguous()
-        from_position = torch.einsum("bhjd,shd->bhjs", key, query_pos).contiguous()
+        tables = F.pad(x.positions, (0, 0, 0, 0, 0, 0, 1, 0)).transpose(0, 2)  # [heads, 2, 2 * buckets, head_dim]
+        query_pos, key_pos = (table[None].contiguous() for table in tables.unbind(1))
         value = x.value.transpose(1, 2).contiguous()
         context = flash_attention_with_disentangled(
-            query, key, value, None, to_position, from_position, False, (3 * head_dim) ** -0.5, *_BUCKETS
+            query, key, value, None, key_pos, query_pos, False, (3 * head_dim) ** -0.5, *_BUCKETS
         )
         return context.transpose(1, 2)
 

@@ -5,7 +5,8 @@
 One GPU runs train_single_gpu.py, all of them torchrun and train_multi_gpu.py, on synthetic shards, with the same
 micro-batches and as many of them a step and GPU; of N ranks' rows (N - 1) / N are masked, for one GPU too, so that
 the objectives can be split by ranks. Prints the median over the steps after `--skip`, and the efficiency: the rate of N
-GPUs over N times that of one.
+GPUs over N times that of one. With --apart also N runs of one GPU each at the same time, which share the machine
+but exchange nothing: what they lose is not the sum of gradients. Results are written after each case.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +37,70 @@ from training.metrics import read_metrics
 _ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_case(inputs: Path, options: argparse.Namespace, ranks: int, accumulation: int, extra: list[str]) -> dict:
-    """One run on `ranks` GPUs; returns its rates. Raises RuntimeError with the run's output where it fails."""
+class Run:
+    """One run on `ranks` GPUs, of which the first is number `device`; it begins at once."""
+
+    def __init__(
+        self,
+        inputs: Path,
+        options: argparse.Namespace,
+        ranks: int,
+        accumulation: int,
+        extra: Sequence[str] = (),
+        device: int = 0,
+    ) -> None:
+        self._ranks, self._accumulation, self._extra, self._skip = ranks, accumulation, list(extra), options.skip
+        rows = options.tokens // options.seq_length
+        self._step_tokens = rows * accumulation * ranks * options.seq_length
+        self._folder = Path(tempfile.mkdtemp(dir=inputs))
+        self._command = _command(inputs, self._folder, options, ranks, accumulation, extra)
+        alone = ranks == 1 and options.device != "cpu"
+        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": str(device)} if alone else {})}
+        with (self._folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
+
+    def result(self) -> dict[str, Any]:
+        """Its rates, once it has ended. Raises RuntimeError with the run's output where it fails."""
+        if self._process.wait():
+            output = (self._folder / "log").read_text(errors="replace")
+            raise RuntimeError(f"{' '.join(self._command)}\n{output[-6000:]}")
+        metrics = read_metrics(self._folder / "run" / "metrics.jsonl")
+        shutil.rmtree(self._folder)
+        lines = [line for line in metrics if line["step"] > self._skip]
+        rates = [line["stats/tokens_per_second"] for line in lines]
+        return {
+            "ranks": self._ranks,
+            "accumulation": self._accumulation,
+            "flags": self._extra,
+            "tokens_per_second": statistics.median(rates),
+            "slowest": min(rates),
+            "fastest": max(rates),
+            "step_ms": 1000 * self._step_tokens / statistics.median(rates),
+            "peak_memory_gib": max(line.get("stats/peak_memory_gib", 0.0) for line in lines),
+            "loader_wait_share": statistics.median(
+                line["stats/loader_wait_seconds"] * line["stats/tokens_per_second"] / self._step_tokens
+                for line in lines
+            ),
+            "last_loss": lines[-1]["train/loss"],
+        }
+
+
+def _command(
+    inputs: Path, folder: Path, options: argparse.Namespace, ranks: int, accumulation: int, extra: Sequence[str]
+) -> list[str]:
     rows = options.tokens // options.seq_length
-    name = "_".join([str(ranks), str(accumulation), *(flag.strip("-").replace("=", "_") for flag in extra)])
     script = "train_single_gpu.py" if ranks == 1 else "train_multi_gpu.py"
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [
+    return [
         *launcher,
         str(_ROOT / script),
         f"--train_path={inputs / 'train.shard'}",
         f"--config_file={options.config}",
         f"--tokenizer_path={inputs / 'tokenizer.json'}",
-        f"--output_dir={inputs / 'runs'}",
-        f"--name={name}",
+        f"--output_dir={folder}",
+        "--name=run",
         f"--seq_length={options.seq_length}",
         f"--local_batch_size={rows}",
         f"--global_batch_size={rows * accumulation * ranks}",
@@ -64,27 +115,15 @@ def run_case(inputs: Path, options: argparse.Namespace, ranks: int, accumulation
         f"--device={options.device}",
         *extra,
     ]
-    visible = {"CUDA_VISIBLE_DEVICES": "0"} if ranks == 1 and options.device != "cpu" else {}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **visible})
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    lines = [line for line in read_metrics(inputs / "runs" / name / "metrics.jsonl") if line["step"] > options.skip]
-    step_tokens = rows * accumulation * ranks * options.seq_length
-    rates = [line["stats/tokens_per_second"] for line in lines]
-    return {
-        "ranks": ranks,
-        "accumulation": accumulation,
-        "flags": extra,
-        "tokens_per_second": statistics.median(rates),
-        "slowest": min(rates),
-        "fastest": max(rates),
-        "step_ms": 1000 * step_tokens / statistics.median(rates),
-        "peak_memory_gib": max(line.get("stats/peak_memory_gib", 0.0) for line in lines),
-        "loader_wait_share": statistics.median(
-            line["stats/loader_wait_seconds"] * line["stats/tokens_per_second"] / step_tokens for line in lines
-        ),
-        "last_loss": lines[-1]["train/loss"],
-    }
+
+
+def apart(inputs: Path, options: argparse.Namespace, accumulation: int) -> dict[str, Any]:
+    """As many runs as GPUs, each on its own; rates are added up."""
+    runs = [Run(inputs, options, 1, accumulation, device=device) for device in range(options.ranks)]
+    results = [run.result() for run in runs]
+    rates = {key: sum(result[key] for result in results) for key in ("tokens_per_second", "slowest", "fastest")}
+    means = {key: statistics.mean(result[key] for result in results) for key in ("step_ms", "loader_wait_share")}
+    return {**results[0], **rates, **means, "ranks": options.ranks, "flags": ["apart"]}
 
 
 def show(case: dict[str, Any]) -> None:
@@ -114,6 +153,7 @@ def main() -> int:
     parser.add_argument(
         "--allreduce_dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"], help="of gradients"
     )
+    parser.add_argument("--apart", action="store_true", help="also as many runs of one GPU each, at the same time")
     parser.add_argument("--device", default="auto", help="as for the training scripts")
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()
@@ -121,22 +161,27 @@ def main() -> int:
     if options.ranks < 2:
         print(f"error: --ranks is {options.ranks}; scaling takes at least 2 GPUs", file=sys.stderr)
         return 2
-    results = []
+    results: list[dict[str, Any]] = []
+
+    def note(case: dict[str, Any], alone: dict[str, Any] | None = None) -> dict[str, Any]:
+        if alone is not None:
+            case["efficiency"] = case["tokens_per_second"] / (options.ranks * alone["tokens_per_second"])
+        show(case)
+        results.append(case)
+        if options.output:
+            contents = {"environment": environment(), "settings": vars(options), "results": results}
+            Path(options.output).write_text(json.dumps(contents, indent=1))
+        return case
+
     with tempfile.TemporaryDirectory() as folder:
         inputs = write_inputs(Path(folder), ModelConfig.from_json(options.config).vocab_size, 20_000_000)
         for accumulation in options.accumulation:
-            alone = run_case(inputs, options, 1, accumulation, [])
-            show(alone)
-            results.append(alone)
+            alone = note(Run(inputs, options, 1, accumulation).result())
+            if options.apart:
+                note(apart(inputs, options, accumulation), alone)
             for split, dtype in itertools.product(options.split, options.allreduce_dtype):
                 flags = [f"--hybrid_split={split}", f"--allreduce_dtype={dtype}"]
-                case = run_case(inputs, options, options.ranks, accumulation, flags)
-                case["efficiency"] = case["tokens_per_second"] / (options.ranks * alone["tokens_per_second"])
-                show(case)
-                results.append(case)
-    if options.output:
-        contents = {"environment": environment(), "settings": vars(options), "results": results}
-        Path(options.output).write_text(json.dumps(contents, indent=1))
+                note(Run(inputs, options, options.ranks, accumulation, flags).result(), alone)
     return 0
 
 
