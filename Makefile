@@ -65,8 +65,9 @@ lint: setup  ## ruff (lint and format) and pyright
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pyright --pythonpath "$$($(RUN) -c 'import sys; print(sys.executable)')"
 
-bench: setup  ## every benchmark, one after the other: the first for any machine, the others for CUDA, the last for several GPUs
+bench: setup  ## every benchmark, one after the other: the first two for any machine, the others for CUDA, the last for several GPUs
 	$(RUN) benchmarks/loader.py
+	$(RUN) benchmarks/checkpoint.py
 	$(RUN) benchmarks/throughput.py --parts
 	$(RUN) benchmarks/attention.py
 	$(RUN) benchmarks/head.py

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from training.checkpoint_names import folder_name, list_checkpoints, step_of
 
 FORMAT = 1
 RECORD = "checkpoint.json"
+_THREADS = 4  # that flush and sum up files: Python's lock is free meanwhile
 
 
 class CheckpointError(ValueError):
@@ -75,16 +77,17 @@ def write_checkpoint(
         parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        for name, content in tensors.items():
-            on_host = {key: value.detach().to("cpu").contiguous() for key, value in content.items()}
-            save_file(on_host, temporary / f"{name}.safetensors")
-        for name, data in files.items():
-            (temporary / name).write_bytes(data)
-        listing = {}
-        for path in sorted(temporary.iterdir()):
-            with path.open("rb+") as file:
-                os.fsync(file.fileno())
-            listing[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        with ThreadPoolExecutor(_THREADS) as pool:  # one file is flushed and summed up while the next is written
+            sealed: dict[str, Future[dict[str, Any]]] = {}
+            for name in sorted(tensors, key=lambda name: -sum(value.numel() for value in tensors[name].values())):
+                on_host = {key: value.detach().to("cpu").contiguous() for key, value in tensors[name].items()}
+                path = temporary / f"{name}.safetensors"
+                save_file(on_host, path)
+                sealed[path.name] = pool.submit(_seal, path)
+            for name, data in files.items():
+                (temporary / name).write_bytes(data)
+                sealed[name] = pool.submit(_seal, temporary / name)
+            listing = {name: sealed[name].result() for name in sorted(sealed)}
         content = {"format": FORMAT, "step": step, **record, "files": listing}
         write_atomically(temporary / RECORD, json.dumps(content, indent=1).encode())
         old = parent / f".old_{folder_name(step)}"
@@ -102,6 +105,13 @@ def write_checkpoint(
             f"checkpoint {target} could not be written: {reason}{kept}. Free space or change --output_dir, then resume"
         ) from error
     return target
+
+
+def _seal(path: Path) -> dict[str, Any]:
+    """Flush a written file to disk; returns what checkpoint.json says of it."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -126,8 +136,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise CheckpointError(
                 f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
             )
-        if sha256_file(file) != facts["sha256"]:
-            raise CheckpointError(f"checkpoint {path} is damaged: {name} does not match its checksum")
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for name, found in zip(files, pool.map(sha256_file, [path / name for name in files]), strict=True):
+            if found != files[name]["sha256"]:
+                raise CheckpointError(f"checkpoint {path} is damaged: {name} does not match its checksum")
     return Checkpoint(path, record)
 
 

@@ -1,0 +1,90 @@
+"""How long a checkpoint keeps a run waiting: writing one, and opening it again with all checksums.
+
+    python benchmarks/checkpoint.py [--config configs/base.json] [--folder FOLDER] [--output checkpoint.json]
+
+Weights, their average and LAMB's two moments of one model, on the GPU where there is one, are written as training
+writes them (flushed to disk, checksummed, renamed) and opened as a resumed run opens them. "copy" is what the same
+bytes take as one file that is written and flushed, without checksums: the disk's own time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+
+from benchmarks.measuring import environment
+from model import ModelConfig
+from model_extra import build_model
+from training.checkpoint import open_checkpoint, write_checkpoint
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Wall-clock time of a call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def write_plain(path: Path, data: memoryview) -> None:
+    """One file, written and flushed."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--config", default=str(_ROOT / "configs/base.json"), help="model configuration")
+    parser.add_argument("--folder", default=None, help="where to write (default: a temporary folder)")
+    parser.add_argument("--repetitions", type=int, default=5, help="of each measurement (default: 5)")
+    parser.add_argument("--output", default="", help="JSON file for the results")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weights = build_model(ModelConfig.from_json(options.config)).to(device).state_dict()
+    tensors = {
+        "model": weights,
+        "ema": {name: tensor.clone() for name, tensor in weights.items()},
+        "optimizer": {f"{kind}/{name}": torch.rand_like(t) for kind in ("m", "v") for name, t in weights.items()},
+    }
+    size = sum(tensor.numel() * tensor.element_size() for group in tensors.values() for tensor in group.values())
+    times: dict[str, list[float]] = {"write": [], "open": [], "copy": []}
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        data = memoryview(os.urandom(1 << 20) * (size >> 20))
+        for step in range(options.repetitions):
+            times["write"].append(seconds(lambda step=step: write_checkpoint(folder, step, tensors, {}, {})))
+            places = list(folder.glob("step_*"))
+            times["open"].append(seconds(lambda places=places: open_checkpoint(places[0])))
+            times["copy"].append(seconds(lambda: write_plain(folder / "plain", data)))
+            for place in places:
+                shutil.rmtree(place)
+    for what, values in times.items():
+        median = statistics.median(values)
+        spread = f"({min(values):.2f} - {max(values):.2f})"
+        print(f"{what:<6} {median:6.2f} s {spread}, {size / median / 1e9:.2f} GB/s of {size:,} bytes")
+    if options.output:
+        contents = {"environment": environment(), "settings": vars(options), "bytes": size, "seconds": times}
+        Path(options.output).write_text(json.dumps(contents, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
