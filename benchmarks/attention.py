@@ -13,7 +13,6 @@ installed) computes the same scores and has no dropout.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.measuring import environment, time_of
+from benchmarks.measuring import has_cuda, time_of, write_results
 from ops.attention import relative_attention, relative_layout
 from ops.dropout import DropoutKeys, dropout_states, head_keys
 from ops.fused_attention import available, fused_layout, fused_relative_attention
@@ -163,8 +162,7 @@ def main() -> int:
     parser.add_argument("--skip", nargs="*", default=[], help="methods to leave out")
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: no CUDA device to measure", file=sys.stderr)
+    if not has_cuda():
         return 2
     if not available(torch.device("cuda", 0), options.head_dim, 2 * _BUCKETS[0] - 1):
         print("error: the fused kernels cannot run on this device", file=sys.stderr)
@@ -209,9 +207,7 @@ def main() -> int:
                 flush=True,
             )
             torch.cuda.empty_cache()
-    if options.output:
-        contents = {"environment": environment(), "settings": vars(options), "results": results}
-        Path(options.output).write_text(json.dumps(contents, indent=1))
+    write_results(options, results=results)
     return 0
 
 

@@ -10,7 +10,6 @@ bytes take as one file that is written and flushed, without checksums: the disk'
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -26,7 +25,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
-from benchmarks.measuring import environment
+from benchmarks.measuring import write_results
 from model import ModelConfig
 from model_extra import build_model
 from training.checkpoint import open_checkpoint, write_checkpoint
@@ -80,9 +79,7 @@ def main() -> int:
         median = statistics.median(values)
         spread = f"({min(values):.2f} - {max(values):.2f})"
         print(f"{what:<6} {median:6.2f} s {spread}, {size / median / 1e9:.2f} GB/s of {size:,} bytes")
-    if options.output:
-        contents = {"environment": environment(), "settings": vars(options), "bytes": size, "seconds": times}
-        Path(options.output).write_text(json.dumps(contents, indent=1))
+    write_results(options, bytes=size, seconds=times)
     return 0
 
 

@@ -14,7 +14,6 @@ CUDA graph of both passes can be recorded.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.measuring import environment, time_of
+from benchmarks.measuring import has_cuda, time_of, write_results
 from ops.cross_entropy import available, target_scores
 
 _Z_LOSS = 1e-4
@@ -162,8 +161,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=30, help="of each measurement (default: 30)")
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: no CUDA device to measure", file=sys.stderr)
+    if not has_cuda():
         return 2
     device = torch.device("cuda", 0)
     if not available(device):
@@ -202,9 +200,7 @@ def main() -> int:
     for name in dict.fromkeys(result["method"] for result in results):
         held = all(result["graph"] for result in results if result["method"] == name)
         print(f"{name:<22} {'can' if held else 'cannot'} be recorded as a CUDA graph")
-    if options.output:
-        contents = {"environment": environment(), "settings": vars(options), "results": results}
-        Path(options.output).write_text(json.dumps(contents, indent=1))
+    write_results(options, results=results)
     return 0
 
 

@@ -9,8 +9,6 @@ rows at several lengths on one thread, masks and labels included, and prints the
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import tempfile
 import time
@@ -22,12 +20,12 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import numpy as np
 import torch
 
+from benchmarks.measuring import write_results
 from data.corpus import Corpus
 from data.loader import BatchBuilder
 from data.masking import MaskingOptions
 from data.plan import CAUSAL, MASKED, DataPlan, RowRange
 from data.shards import write_shard
-from training.setup import versions
 
 _MICRO_BATCH_TOKENS = 32768
 
@@ -98,15 +96,7 @@ def main() -> int:
         print(
             f"{corpus.num_tokens:,} tokens, {corpus.num_documents:,} documents: {peak / 2**20:.0f} MiB above the base"
         )
-    report = {
-        "results": results,
-        "memory_bytes": peak,
-        "tokens": options.tokens,
-        "machine": platform.processor(),
-        **versions(),
-    }
-    if options.output:
-        Path(options.output).write_text(json.dumps(report, indent=1))
+    write_results(options, memory_bytes=peak, results=results)
     return 0
 
 

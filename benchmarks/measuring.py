@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,20 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return ""
     return done.stdout.strip()
+
+
+def has_cuda() -> bool:
+    """Whether there is a CUDA device; says so on stderr where not."""
+    if not torch.cuda.is_available():
+        print("error: no CUDA device to measure", file=sys.stderr)
+    return torch.cuda.is_available()
+
+
+def write_results(options: argparse.Namespace, **facts: Any) -> None:
+    """`facts` with the environment and the settings as JSON to `options.output`, if that is not empty."""
+    if options.output:
+        contents = {"environment": environment(), "settings": vars(options), **facts}
+        Path(options.output).write_text(json.dumps(contents, indent=1))
 
 
 def environment() -> dict[str, Any]:

@@ -10,7 +10,6 @@ is the traffic of the fused passes at the rate of a large copy in the same proce
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -25,7 +24,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
-from benchmarks.measuring import environment, times_of
+from benchmarks.measuring import has_cuda, times_of, write_results
 from model import ModelConfig
 from model_extra import build_model
 from training.ema import Ema
@@ -84,8 +83,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=50, help="of each measurement (default: 50)")
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: no CUDA device to measure", file=sys.stderr)
+    if not has_cuda():
         return 2
     config = ModelConfig.from_json(options.config)
     methods = [
@@ -113,10 +111,8 @@ def main() -> int:
         torch.cuda.empty_cache()
     floor = 1000 * _BYTES * parameters / rate
     print(f"{parameters:,} parameters; {_BYTES} bytes each at {rate / 1e12:.2f} TB/s (copy): {floor:.3f} ms")
-    if options.output:
-        facts = {"parameters": parameters, "copy_bytes_per_second": rate, "floor_ms": floor}
-        contents = {"environment": environment(), "settings": vars(options), **facts, "results": results}
-        Path(options.output).write_text(json.dumps(contents, indent=1))
+    facts = {"parameters": parameters, "copy_bytes_per_second": rate, "floor_ms": floor}
+    write_results(options, **facts, results=results)
     return 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import shutil
 import statistics
@@ -29,7 +28,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
-from benchmarks.measuring import environment
+from benchmarks.measuring import write_results
 from benchmarks.synthetic import write_inputs
 from model import ModelConfig
 from training.metrics import read_metrics
@@ -38,7 +37,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 class Run:
-    """One run on `ranks` GPUs, of which the first is number `device`; it begins at once."""
+    """One run, which begins at once: on `ranks` GPUs, or on the one with number `device`."""
 
     def __init__(
         self,
@@ -168,9 +167,7 @@ def main() -> int:
             case["efficiency"] = case["tokens_per_second"] / (options.ranks * alone["tokens_per_second"])
         show(case)
         results.append(case)
-        if options.output:
-            contents = {"environment": environment(), "settings": vars(options), "results": results}
-            Path(options.output).write_text(json.dumps(contents, indent=1))
+        write_results(options, results=results)
         return case
 
     with tempfile.TemporaryDirectory() as folder:

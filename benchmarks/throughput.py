@@ -22,7 +22,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
-from benchmarks.measuring import environment, time_of
+from benchmarks.measuring import time_of, write_results
 from benchmarks.synthetic import write_inputs
 from model import ModelConfig
 from training.metrics import read_metrics
@@ -142,9 +142,7 @@ def main() -> int:
                 total = sum(case["parts_ms_a_step"].values())
                 for part, milliseconds in case["parts_ms_a_step"].items():
                     print(f"    {part:<40} {milliseconds:8.2f} ms a step  {milliseconds / total:6.1%}", flush=True)
-    if options.output:
-        facts = {"config": options.config, **environment(), "matmul_tflops": ceiling / 1e12, "results": results}
-        Path(options.output).write_text(json.dumps(facts, indent=1))
+    write_results(options, matmul_tflops=ceiling / 1e12, results=results)
     return 0
 
 

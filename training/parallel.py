@@ -30,7 +30,7 @@ def share_weights(model: nn.Module, world: World) -> None:
     others = [rank for rank, other in enumerate(shapes) if other != shapes[0]]
     if others:
         raise ConfigError(
-            f"ranks {', '.join(map(str, others))} have another model than rank 0: "
+            f"rank 0 has another model than {', '.join(f'rank {rank}' for rank in others)}: "
             "--config_file and the flags of the model must be the same on all hosts"
         )
     with world.collective("the sharing of weights"):
@@ -83,6 +83,7 @@ class Gradients:
         self._full: Callable[[_Bucket], None] | None = None  # what to do with the next full bucket
         self._next, self._missing = 0, list[int]()
         self._sums: list[dist.Work] = []
+        self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         if world.size == 1 and not stay:
             return
         group: list[nn.Parameter] = []
@@ -93,7 +94,6 @@ class Gradients:
                 self._add_bucket(group, allreduce_dtype == "bfloat16")
                 group = []
         if world.size > 1:
-            self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(self._completed)
 
@@ -107,9 +107,6 @@ class Gradients:
     @contextmanager
     def summed(self) -> Iterator[None]:
         """Inside is the last backward pass of a step; afterwards gradients are those of all ranks."""
-        if self._world.size == 1:
-            yield
-            return
         with self._follow(self._send):
             yield
         self._finish()
@@ -123,16 +120,11 @@ class Gradients:
             marks.append(torch.cuda.Event(external=True))
             marks[-1].record()
 
-        if self._world.size == 1:
-            yield marks
-            return
         with self._follow(mark):
             yield marks
 
     def sum_replayed(self, marks: Sequence[torch.cuda.Event]) -> None:
         """After the replay of a backward pass with these `marks`, the last of a step: what `summed` does."""
-        if self._world.size == 1:
-            return
         assert self._stream is not None
         with torch.cuda.stream(self._stream):
             for bucket, mark in zip(self._buckets, marks, strict=False):
@@ -176,6 +168,8 @@ class Gradients:
         self._sums.append(work)
 
     def _finish(self) -> None:
+        if self._world.size == 1:
+            return
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
         for bucket, work in zip(self._buckets, self._sums, strict=True):
