@@ -1,5 +1,6 @@
 """Gradients across ranks: summed, not averaged, in float32 or bfloat16, while the backward pass goes on."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -181,3 +182,15 @@ def test_recorded_steps_of_two_gpus_are_those_of_one(
     for name, bound in (("two", 1e-5), ("hooks", 1e-5), ("bfloat16", 2e-3)):
         assert losses[name] == pytest.approx(losses["one"], rel=bound), name
     assert losses["bfloat16"] != pytest.approx(losses["two"], rel=1e-9), "nothing was rounded"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
+def test_a_normal_step_of_two_gpus_never_waits_for_the_device(tmp_path: Path):
+    """Rows of three lengths, graphs and many buckets; test_weight_update.py has other runs, of one GPU."""
+    inputs = make_inputs(tmp_path / "inputs", hidden_size=64)
+    options = {"device": "cuda", "batch_reduction": 1, "max_steps": 120, "log_stats_every": 2}
+    done = run(flags(inputs, tmp_path, **options), 2, script=ROOT / "tests" / "unwaiting.py")
+    records = json.loads(done.stdout.splitlines()[-1])
+    assert len(records) == 3
+    assert min(map(len, records.values())) > 10, "a row length has too few steps after those that record graphs"

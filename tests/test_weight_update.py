@@ -9,17 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import flags, make_inputs
 from torch import nn
+from unwaiting import train_without_waiting
 
-from data.loader import Loader
 from ops import fused_lamb
 from ops.fused_lamb import FusedLamb, Settings, Tensors, chunk_table
 from training.config import parse_config
 from training.distributed import single_world
 from training.ema import Ema
-from training.loop import make_state, resolve_device_defaults
 from training.optimizers import load_named_state, make_optimizer, named_state
-from training.setup import read_inputs
-from training.step import StepLog, agree, train_step
 from training.update import WeightUpdate
 
 BETAS, EPS, DECAY, EMA_DECAY = (0.9, 0.98), 1e-8, 0.1, 0.9
@@ -289,38 +286,12 @@ def test_adamw_keeps_its_own_step():
     ids=["eager", "adamw", "compiled", "recorded", "rope"],
 )
 def test_a_normal_step_never_waits_for_the_device(tmp_path, options: dict):
-    """From the agreement to the log line of the step before, statistics and fingerprints included.
-
-    What StepLog may wait for is the event of the step before; `torch.cuda.Event.synchronize` is no error in this mode.
-    The first steps of a row length may wait: they make tables, and compile, and record graphs.
-    """
     options = dict(options)
     form = {"position_embedding": options.pop("position_embedding", "relative")}
     inputs = make_inputs(tmp_path / "inputs", hidden_size=64, **form)  # heads of 32 features, as kernels want
     chosen = {"data_fingerprint": True, "log_stats_every": 2, "device": "cuda", **options}
     config = parse_config(flags(inputs, tmp_path / "runs", "sync", **chosen), "")
-    world = single_world(config)
-    read = read_inputs(resolve_device_defaults(config, world.device))
-    state, log, records = make_state(read, world, None), StepLog(read, world), []
-    first = 8 if state.micro_steps.records else 2
-    assert state.micro_steps.records == (not config.data_fingerprint)
-    loader = Loader(
-        read.builder, rank=0, world_size=1, split="rows", local_batch_size=config.local_batch_size, pin_memory=True
-    )
-    done: dict[int, int] = {}
-    try:
-        for batch in loader:
-            length = batch.plan.seq_length
-            done[length] = done.get(length, 0) + 1
-            try:
-                torch.cuda.set_sync_debug_mode("error" if done[length] > first else "default")
-                targets, _ = agree(world, batch, wants_stop=False)
-                records += log.push(train_step(state, read, world, batch, targets))
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-    finally:
-        loader.close()
-    records += log.flush()
-    assert len(done) == (1 if "length_milestones" in options else 3)
-    assert [record["step"] for record in records] == list(range(1, config.max_steps + 1))
-    assert records[-1]["train/loss"] < records[0]["train/loss"] - 1
+    records = train_without_waiting(config, single_world(config), records_graphs=not config.data_fingerprint)
+    assert len(records) == (1 if "length_milestones" in options else 3)
+    losses = [record["train/loss"] for lines in records.values() for record in lines]
+    assert losses[-1] < losses[0] - 1
