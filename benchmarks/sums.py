@@ -118,6 +118,8 @@ def main() -> int:
     options, flags = parser.parse_known_args()
     if not has_cuda():
         return 2
+    if options.trace:
+        Path(options.trace).mkdir(parents=True, exist_ok=True)
     steps = Steps(options.trace)
     size = {"bucket_bytes": int(options.bucket_mib * 2**20)} if options.bucket_mib else {}
 

@@ -50,6 +50,7 @@ def train_without_waiting(
     finally:
         loader.close()
     records += log.flush()
+    assert state.micro_steps.records == records_graphs, "a recording has failed"
     assert [record["step"] for record in records] == list(range(1, config.max_steps + 1))
     return {n: [r for r, length in zip(records, lengths, strict=True) if length == n] for n in sorted(set(lengths))}
 
