@@ -72,7 +72,7 @@ __device__ inline Chunk find(const Params& p, int number) {
   return c;
 }
 
-// A gradient may lie anywhere in a bucket of DistributedDataParallel, at multiples of four bytes.
+// A gradient may be a view from any multiple of four bytes on (those of training/parallel.py begin at multiples of 256).
 __device__ inline float4 load_gradient(const Chunk& c, int i) {
   if (c.gradient_vectors) return __ldcs(reinterpret_cast<const float4*>(c.gradient + i));
   return make_float4(__ldcs(c.gradient + i), __ldcs(c.gradient + i + 1), __ldcs(c.gradient + i + 2),
