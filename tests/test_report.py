@@ -179,6 +179,21 @@ def test_scores_are_read_from_result_files(tmp_path):
     assert pairs_in_files(tmp_path) == {("causal", "blimp"): 0.75, ("causal", "blimp/binding"): 0.75}
 
 
+def test_scores_of_files_alone_are_shown(tmp_path):
+    """As README advises: a run that scored no pairs while it trained, and a result file in its folder."""
+    runs = [write_run(tmp_path / name) for name in ("a", "b")]
+    for folder in runs:
+        lines = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if "eval/" not in line]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    share = {"accuracy": 0.75, "low": 0.7, "high": 0.8, "pairs": 100}
+    modes = {"causal": {"mean": share, "all": share, "groups": {}, "paradigms": {"x": share}}}
+    (runs[0] / "pairs.json").write_text(json.dumps({"sets": {"blimp": {"pairs": 100, "modes": modes}}}))
+    for shown in (runs[:1], runs):
+        page = page_of(tmp_path, *shown)
+        assert "Minimal pairs, causal 75.0 %" in text_of(page)
+        assert not [chart for chart in data_of(page)["charts"] if chart["id"].startswith("pairs_")]
+
+
 def test_long_lines_keep_their_extremes():
     x = np.arange(200_000.0)
     y = np.sin(x / 9000)

@@ -111,8 +111,9 @@ def spoken(name: str) -> str:
 def pair_charts(records: list[RunRecord]) -> list[Chart]:
     """A chart per name of what was scored during training; modes by colour in one run, by dashes in several."""
     modes, names = pair_names(records)
-    keys = [key for record in records for key in pair_series(record.run).values()]
+    keys = {key for record in records for key in pair_series(record.run).values()}
     values = [as_share(v) for record in records for key in keys for v in record.run.series.get(key, {}).values()]
+    lowest = min(values, default=0.0)  # without values (scored by evaluation/minimal_pairs.py alone) nothing is drawn
     charts: list[Chart] = []
     for name in names:
         lines = []
@@ -127,7 +128,7 @@ def pair_charts(records: list[RunRecord]) -> list[Chart]:
                 line = _line(record.run, number, key, "valid", hue, mode, scale)
                 lines.append({**line, "dash": place if len(records) > 1 else 0})
         options = {"format": "percent", "reference": 0.5, "small": not is_set(name), "set": name.split("/")[0]}
-        charts += _chart(f"pairs_{len(charts)}", spoken(name), lines, **options, range=[min(values), 1.0])
+        charts += _chart(f"pairs_{len(charts)}", spoken(name), lines, **options, range=[lowest, 1.0])
     return charts
 
 
