@@ -16,7 +16,7 @@ class GPTBertConfig(PretrainedConfig):
     """
 
     model_type = "gpt-bert"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - a list: Trainer adds one to it
 
     def __init__(
         self,

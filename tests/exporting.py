@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from runs import TEXT, train_on
 
@@ -57,6 +61,18 @@ def make_exported(folder: Path, form: str) -> tuple[LTGBert, Path]:
     model = random_model(form)
     export(make_checkpoint(folder / form, model), folder / form / f"exported-{form}")
     return model, folder / form / f"exported-{form}"
+
+
+@cache
+def library() -> Any:
+    """transformers, which copies the code of what it loads into a folder."""
+    os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf-modules-")
+    return pytest.importorskip("transformers", reason="needs transformers (requirements.lock has it)")
+
+
+def load(auto: str, folder: Path, **options) -> Any:
+    """`auto`.from_pretrained of an exported folder."""
+    return getattr(library(), auto).from_pretrained(folder, trust_remote_code=True, **options)
 
 
 def environment(folder: Path) -> dict[str, str]:

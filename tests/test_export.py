@@ -5,26 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import warnings
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from exporting import BOS, EOS, FORMS, MASK, PAD, environment, make_exported
+from exporting import BOS, EOS, FORMS, MASK, PAD, environment, library, load, make_exported
 
 from model import LTGBert
 
 SENTENCES = ["The function returns the length of the list. The list holds é", "The list", "returns naïve words"]
-
-
-@cache
-def library() -> Any:
-    """transformers, which copies the code of what it loads into a folder."""
-    os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf-modules-")
-    return pytest.importorskip("transformers", reason="needs transformers (requirements.lock has it)")
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +29,6 @@ def _foreign_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def load(auto: str, folder: Path, **options) -> Any:
-    return getattr(library(), auto).from_pretrained(folder, trust_remote_code=True, **options)
 
 
 def batch(side: str) -> tuple[torch.Tensor, torch.Tensor]:
