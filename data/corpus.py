@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from data.hashing import Permutation, fold
-from data.shards import Shard, ShardError, open_shard, resolve_shards
+from data.shard_paths import find_shards
+from data.shards import Shard, ShardError, open_shard
 
 _BLOCK = 16  # documents per entry of an epoch's length index: a row that is read looks at about so many
 _CHUNK = 1 << 18  # documents handled at once while an epoch's index is built
@@ -96,7 +97,7 @@ class Corpus:
         self.sources: list[Source] = []
         first = 0
         for part, repeat in parts:
-            shards = [open_shard(file, tokenizer_hash) for file in resolve_shards(part)]
+            shards = [open_shard(file, tokenizer_hash, sha256) for file, sha256 in find_shards(part)]
             count = sum(shard.num_documents for shard in shards)
             if count == 0:
                 raise CorpusError(f"{part}: holds no documents; check the input of preprocessing/tokenize_corpus.py")
@@ -119,8 +120,16 @@ class Corpus:
         self.documents_per_epoch = int(self._epoch_slots[-1])
         self._bytes_mapped = 0
 
+    @cached_property
     def identity(self) -> str:
-        """A hash that changes when documents, tokenizer, mix or document ends change; cheap (no tokens are read)."""
+        """A hash that changes when documents, their order, tokenizer, mix or document ends change; cheap."""
+        facts: dict[str, object] = {"bos": self.bos_id, "eos": self.eos_id, "order": "rows shuffled within an epoch"}
+        facts["sources"] = [(source.num_documents, source.repeat) for source in self.sources]
+        facts["shards"] = [(shard.num_documents, shard.tokenizer_hash, shard.content_hash) for shard in self.shards]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def first_identity(self) -> str:
+        """What runs recorded before the manifests' SHA-256 counted; sees only the ends of the shards."""
         digest = hashlib.sha256()
         facts: dict[str, object] = {"bos": self.bos_id, "eos": self.eos_id, "order": "rows shuffled within an epoch"}
         facts["sources"] = [(source.num_documents, source.documents_per_epoch) for source in self.sources]

@@ -13,18 +13,16 @@ shards lists them in order, with sizes and SHA-256, and says how they were made;
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import mmap
 import os
-import re
 import shutil
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,6 +33,7 @@ from data.files import PARTIAL_SUFFIX, sync_folder, write_atomically
 
 SHARD_SUFFIX = ".shard"
 MANIFEST_NAME = "manifest.json"
+JOURNAL_NAME = "journal.json"  # of work under way: beside the shards, or above train/ and validation/
 MANIFEST_FORMAT = "token-shards"
 FORMAT_VERSION = 1
 
@@ -44,6 +43,7 @@ _FIELDS = struct.Struct("<8sI8sQQQ32s")  # magic, version, dtype, documents, tok
 _CHECKSUM = struct.Struct("<I")
 _DTYPES = {b"uint16": np.dtype("<u2"), b"uint32": np.dtype("<u4")}
 _BLOCK_BYTES = 1 << 20
+_HASHED_WHOLE, _STRETCHES, _STRETCH = 1 << 20, 16, 4096  # bytes, how many, bytes: what is hashed of loose shards
 
 
 class ShardError(ValueError):
@@ -92,6 +92,27 @@ class Shard:
     dtype: np.dtype
     tokenizer_hash: str
     vocab_size: int
+    sha256: str | None = None  # as the manifest beside it says; None for a loose shard
+
+    @cached_property
+    def content_hash(self) -> str:
+        """What tells this shard's content from any other: the manifest's SHA-256.
+
+        Of a loose shard a hash of what is there: all of a small file; of others the header and stretches all through
+        the tokens and the document offsets, so that opening a large corpus stays cheap.
+        """
+        if self.sha256 is not None:
+            return self.sha256
+        digest = hashlib.sha256()
+        with open(self.path, "rb", buffering=0) as file:
+            size, offsets = os.fstat(file.fileno()).st_size, _offsets_start(self.num_tokens, self.dtype)
+            if size <= _HASHED_WHOLE:
+                digest.update(file.read())
+            else:
+                for begin, end in ((0, offsets), (offsets, size)):
+                    for place in np.linspace(begin, max(begin, end - _STRETCH), _STRETCHES).astype(int):
+                        digest.update(os.pread(file.fileno(), _STRETCH, place))
+        return digest.hexdigest()
 
     @cached_property
     def _map(self) -> mmap.mmap:
@@ -126,21 +147,23 @@ class Shard:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def open_shard(path: str | Path, expected_tokenizer_hash: str | None = None) -> Shard:
+def open_shard(path: str | Path, expected_tokenizer_hash: str | None = None, sha256: str | None = None) -> Shard:
     """Opens a shard after checking magic, version, header checksum, dtype, exact file size, first and last offset and,
-    where given, the tokenizer's hash. Costs three small reads. Raises ShardError in one sentence."""
+    where given, the tokenizer's hash. Costs three small reads. Raises ShardError in one sentence.
+
+    sha256: what the manifest says, kept unchecked."""
     path = Path(path)
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
             header = file.read(_HEADER_BYTES)
-            shard = _parse_header(path, header, size)
+            shard = replace(_parse_header(path, header, size), sha256=sha256)
             start = _offsets_start(shard.num_tokens, shard.dtype)
             ends = [_read_uint64(file, start), _read_uint64(file, start + 8 * shard.num_documents)]
     except OSError as error:
         raise ShardError(f"cannot open the shard {path} ({error.strerror}); check the path") from None
     if ends != [0, shard.num_tokens]:
-        raise ShardError(f"{path} is damaged: its document offsets do not span its tokens; {_REMAKE}")
+        raise ShardError(f"{path} is damaged: its document offsets do not span its tokens; {REMAKE}")
     if expected_tokenizer_hash is not None and shard.tokenizer_hash != expected_tokenizer_hash:
         raise ShardError(
             f"{path} was made with another tokenizer (hash {shard.tokenizer_hash[:12]}..., not "
@@ -149,27 +172,27 @@ def open_shard(path: str | Path, expected_tokenizer_hash: str | None = None) -> 
     return shard
 
 
-_REMAKE = "copy it again or make it again with preprocessing/tokenize_corpus.py"
+REMAKE = "copy it again or make it again with preprocessing/tokenize_corpus.py"
 
 
 def _parse_header(path: Path, header: bytes, size: int) -> Shard:
     if header[: len(_MAGIC)] != _MAGIC:
         raise ShardError(f"{path} is not a token shard; make shards with preprocessing/tokenize_corpus.py")
     if len(header) < _HEADER_BYTES:
-        raise ShardError(f"{path} is truncated: it ends inside its header, after {size:,} bytes; {_REMAKE}")
+        raise ShardError(f"{path} is truncated: it ends inside its header, after {size:,} bytes; {REMAKE}")
     _, version, dtype_name, documents, tokens, vocab_size, digest = _FIELDS.unpack_from(header)
     if version != FORMAT_VERSION:
         raise ShardError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}; tokenize again")
     (checksum,) = _CHECKSUM.unpack_from(header, _FIELDS.size)
     if checksum != zlib.crc32(header[: _FIELDS.size]):
-        raise ShardError(f"{path} is damaged: its header does not match its checksum; {_REMAKE}")
+        raise ShardError(f"{path} is damaged: its header does not match its checksum; {REMAKE}")
     dtype = _DTYPES.get(dtype_name.rstrip(b"\0"))
     if dtype is None or dtype != token_dtype(vocab_size):
-        raise ShardError(f"{path} stores {vocab_size:,} ids as {dtype_name!r}, which cannot be read; {_REMAKE}")
+        raise ShardError(f"{path} stores {vocab_size:,} ids as {dtype_name!r}, which cannot be read; {REMAKE}")
     expected = _offsets_start(tokens, dtype) + 8 * (documents + 1)
     if size != expected:
         kind = "truncated" if size < expected else "too long"
-        raise ShardError(f"{path} is {kind}: it has {size:,} bytes where its header asks for {expected:,}; {_REMAKE}")
+        raise ShardError(f"{path} is {kind}: it has {size:,} bytes where its header asks for {expected:,}; {REMAKE}")
     return Shard(path, documents, tokens, dtype, digest.hex(), vocab_size)
 
 
@@ -380,37 +403,3 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 def _is_entry(entry: dict[str, Any]) -> bool:
     return {field.name for field in fields(ShardFile)} <= set(entry) and Path(entry["file"]).name == entry["file"]
-
-
-def resolve_shards(path: str | Path) -> list[Path]:
-    """The shard files that `path` names, in order: a shard folder (its manifest's list), one .shard file, or a glob of
-    either (sorted). Raises ShardError if there is none, or if a listed file is missing or has another size."""
-    if Path(path).is_dir():
-        return _folder_shards(Path(path))
-    if Path(path).is_file():
-        return [Path(path)]
-    if not re.search(r"[*?\[]", str(path)):
-        raise ShardError(f"{path} does not exist; give a shard folder, a .shard file or a glob in quotes")
-    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-    shards = [
-        shard
-        for match in matches
-        if match.is_dir() or match.suffix == SHARD_SUFFIX
-        for shard in (_folder_shards(match) if match.is_dir() else [match])
-    ]
-    if not shards:
-        raise ShardError(f"the glob {path} matches no shard; give a shard folder, a .shard file or another glob")
-    return shards
-
-
-def _folder_shards(folder: Path) -> list[Path]:
-    manifest = read_manifest(folder)
-    if not manifest["shards"]:
-        raise ShardError(f"{folder} holds no document, its {MANIFEST_NAME} lists no shard; give another folder")
-    for entry in manifest["shards"]:
-        path = folder / entry["file"]
-        size = path.stat().st_size if path.is_file() else None
-        if size != entry["bytes"]:
-            found = "is missing" if size is None else f"has {size:,} bytes"
-            raise ShardError(f"{path} {found}, but {MANIFEST_NAME} lists it with {entry['bytes']:,} bytes; {_REMAKE}")
-    return [folder / entry["file"] for entry in manifest["shards"]]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from runs import ROOT, flags, make_inputs, run, training_lines
 
+from data.corpus import Corpus
 from data.shards import tokenizer_hash, write_shard
 from model_config import ModelConfig
 from training.checkpoint import CheckpointError, locate, write_checkpoint
@@ -157,6 +158,36 @@ def test_resuming_with_other_data_is_refused(inputs, tmp_path, capsys):
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     assert attempt(other, capsys)[0] == 0  # nothing was left to resume
     refused(arguments, capsys, "--train_path")
+
+
+@pytest.fixture
+def short_run(inputs, tmp_path, capsys) -> tuple[dict, Path]:
+    """The flags and the one checkpoint of a run that was stopped after 2 of 4 steps."""
+    options = {"max_steps": 4, "save_every": 2, "validate_every": 0, "validation_steps": 1}
+    assert attempt(flags(inputs, tmp_path, **options), capsys)[0] == 0
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shutil.rmtree(checkpoints / "step_00000004")
+    return options, checkpoints / "step_00000002"
+
+
+def test_resuming_with_another_held_out_set_is_refused(inputs, tmp_path, capsys, short_run):
+    held_out = inputs / "valid" / "part_0.shard"
+    error = refused(flags(inputs, tmp_path, **short_run[0], valid_path=held_out), capsys, "--valid_path", str(held_out))
+    assert "--train_path" not in error
+    assert attempt(flags(inputs, tmp_path, **short_run[0], valid_path=""), capsys)[0] == 0
+
+
+def test_a_run_of_the_first_version_resumes_and_other_data_is_refused(inputs, tmp_path, capsys, short_run):
+    options, checkpoint = short_run
+    record = json.loads((checkpoint / "checkpoint.json").read_text())
+    del record["held_out"]
+    corpus = Corpus(str(inputs / "train" / "*.shard"), tokenizer_hash=None, bos_id=1, eos_id=2)
+    for identity in ("ab" * 32, corpus.first_identity()):
+        (checkpoint / "checkpoint.json").write_text(json.dumps({**record, "data": identity}))
+        if identity != corpus.first_identity():
+            refused(flags(inputs, tmp_path, **options), capsys, "--train_path", "is not the data that")
+    assert attempt(flags(inputs, tmp_path, **options), capsys)[0] == 0
+    assert locate(tmp_path / "run").record["data"] == corpus.identity
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "configs" / "recipes").glob("*.json")), ids=lambda path: path.stem)

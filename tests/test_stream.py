@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from data.corpus import OCCURRENCE_SHIFT, Corpus, CorpusError, TokenStream
 from data.hashing import Permutation, fold, fold_numpy, fold_torch, signed
-from data.shards import ShardError, write_shard
+from data.shards import ShardError, write_manifest, write_shard
 
 HASH = "ab" * 32
 BOS, EOS = 1, 2
@@ -183,14 +183,49 @@ def test_a_bad_mix_file_is_one_sentence(tmp_path, content, says):
     assert "\n" not in str(error.value)
 
 
-def test_identity_changes_with_the_data(tmp_path):
-    write_documents(tmp_path, [[5, 3]])
-    path = tmp_path / "part_0.shard"
-    first = open_corpus(path).identity()
-    assert open_corpus(path).identity() == first
-    assert open_corpus(path, eos=None).identity() != first
-    write_shard(path, [np.arange(17, 22), np.arange(30, 33)], HASH, 1 << 20)
-    assert open_corpus(path).identity() != first
+@pytest.mark.parametrize("copies", [1, 100])  # small shards are hashed whole, large ones in places
+@pytest.mark.parametrize("listed", [False, True])
+def test_identity_changes_with_the_data(tmp_path, listed, copies):
+    path = tmp_path / "x.shard"
+    documents = [np.arange(start, start + 1000) for start in range(16, 20016, 1000)] * copies
+    flat = np.concatenate(documents)
+
+    def identity(parts, eos: int | None = EOS) -> str:
+        entry = write_shard(path, parts, HASH, 1 << 20)
+        if listed:
+            write_manifest(tmp_path, [entry], HASH, 1 << 20, {})
+        return open_corpus(path, eos).identity
+
+    first = identity(documents)
+    assert identity(documents) == first
+    others = [
+        identity(documents, eos=None),
+        identity([documents[0], *(document + 1 for document in documents[1:-1]), documents[-1]]),
+        identity([documents[0], *documents[-2:0:-1], documents[-1]]),  # another order
+        identity(np.split(flat, [1001, *range(2000, len(flat), 1000)])),  # the same tokens, another document end
+    ]
+    assert len({first, *others}) == 5
+
+
+def test_the_identity_of_the_first_checkpoints_is_known(tmp_path):
+    for number, lengths in enumerate(([5, 3], [4, 400])):
+        documents = np.split(np.arange(16, 16 + sum(lengths)) + 100 * number, lengths[:1])
+        write_shard(tmp_path / f"part_{number}.shard", documents, HASH, 1 << 20)
+    sources = [{"path": "part_0.shard", "repeat": 3}, {"path": "part_1.shard"}]
+    (tmp_path / "mix.json").write_text(json.dumps({"sources": sources}))
+    # As df7372a computes it.
+    known = "761cb920181bd525aa592f868fb5f66ffcc35ea7a1e80e0a2db10634e93f3c3c"
+    assert open_corpus(tmp_path / "mix.json").first_identity() == known
+
+
+def test_identity_changes_with_order_and_repeats(tmp_path):
+    write_documents(tmp_path, [[5, 3], [4, 4]])
+    found = set()
+    for names, repeat in (("01", 1), ("10", 1), ("01", 2), ("01", 1.5)):
+        sources = [{"path": f"part_{name}.shard", "repeat": repeat} for name in names]
+        (tmp_path / "mix.json").write_text(json.dumps({"sources": sources}))
+        found.add(open_corpus(tmp_path / "mix.json").identity)
+    assert len(found) == 4
 
 
 def test_a_shard_of_another_tokenizer_is_refused(tmp_path):

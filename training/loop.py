@@ -261,6 +261,7 @@ def save(state: TrainState, inputs: Inputs, world: World, records: Records | Non
                 "tokens": inputs.plan.tokens_before(state.step),
                 "flags": config.to_dict(),
                 "data": inputs.data_identity,
+                "held_out": inputs.held_out_identity,
                 "versions": versions(),
             },
             files={

@@ -51,6 +51,7 @@ class Inputs:
     plan: DataPlan
     builder: BatchBuilder
     data_identity: str
+    held_out_identity: str  # "" without --valid_path
     pairs: PairScorer | None = None
 
 
@@ -140,7 +141,10 @@ def read_inputs(config: TrainingConfig) -> Inputs:
         special = SpecialIds(options.bos_id, eos, options.pad_id, options.mask_id)
         pairs = PairScorer(read_pair_sets([config.evaluate_data], "--evaluate_data"), tokenizer, special)
     builder = BatchBuilder(corpus, plan, options)
-    return Inputs(config, model_config, text, corpus, held_out, plan, builder, corpus.identity(), pairs)
+    held_out_identity = held_out.corpus.identity if held_out is not None else ""
+    return Inputs(
+        config, model_config, text, corpus, held_out, plan, builder, corpus.identity, held_out_identity, pairs
+    )
 
 
 def check_world(inputs: Inputs, world_size: int) -> str:
@@ -262,6 +266,7 @@ class RunFolder(RunView):
             "model": inputs.model_config.to_dict(),
             "data": {
                 "identity": inputs.data_identity,
+                "held_out_identity": inputs.held_out_identity,
                 "documents": corpus.num_documents,
                 "tokens": corpus.tokens_before_epoch(1),
                 "sources": [dataclasses.asdict(source) for source in corpus.sources],
@@ -373,12 +378,25 @@ def _check_fit(checkpoint: Checkpoint, inputs: Inputs, same_run: bool) -> None:
         old, new = saved.to_dict(), inputs.model_config.to_dict()
         changed = ", ".join(f"{key} {old[key]!r} -> {new[key]!r}" for key in new if old.get(key) != new[key])
         raise ConfigError(f"--config_file does not fit checkpoint {checkpoint.path}: {changed}")
-    if same_run and checkpoint.record["data"] != inputs.data_identity:
-        raise ConfigError(
-            f"--train_path {inputs.config.train_path!r} is not the data that {checkpoint.path} was trained on; "
-            "restore it, or branch off with --resume CHECKPOINT --name NEW"
-        )
+    if same_run:
+        _check_data(checkpoint, inputs)
     if checkpoint.step > inputs.config.max_steps:
         raise ConfigError(
             f"--max_steps is {inputs.config.max_steps} but {checkpoint.path} has done {checkpoint.step} steps already"
+        )
+
+
+def _check_data(checkpoint: Checkpoint, inputs: Inputs) -> None:
+    """Refuse to go on with other shards, or with another held-out set under the same names. Raises ConfigError."""
+    record, config = checkpoint.record, inputs.config
+    remedy = "restore it, or branch off with --resume CHECKPOINT --name NEW"
+    early = "held_out" not in record  # of a version that hashed only the ends of the shards
+    if record["data"] != (inputs.corpus.first_identity() if early else inputs.data_identity):
+        raise ConfigError(
+            f"--train_path {config.train_path!r} is not the data that {checkpoint.path} was trained on; {remedy}"
+        )
+    if not early and record["held_out"] and inputs.held_out_identity not in ("", record["held_out"]):
+        raise ConfigError(
+            f"--valid_path {config.valid_path!r} is not the data that the run of {checkpoint.path} was validated on; "
+            + remedy
         )

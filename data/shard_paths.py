@@ -1,0 +1,98 @@
+"""Which shards a path on the command line or in a mix file names: whole folders, single shards and globs of either."""
+
+from __future__ import annotations
+
+import glob
+import re
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from data.shards import JOURNAL_NAME, MANIFEST_NAME, REMAKE, SHARD_SUFFIX, ShardError, read_manifest
+
+_SPLITS = ("train", "validation")  # folders that --validation_fraction makes
+
+
+def resolve_shards(path: str | Path) -> list[Path]:
+    """The shard files that `path` names, in order; as `find_shards`."""
+    return [shard for shard, _ in find_shards(path)]
+
+
+def find_shards(path: str | Path) -> list[tuple[Path, str | None]]:
+    """The shards that `path` names, in order, each with its SHA-256 by the manifest (None: a loose shard without one).
+
+    path: a shard folder (its manifest's list), one .shard file, or a glob of either (sorted). Raises ShardError if
+    there is none, if a listed file is missing or has another size, for a shard that is not in the manifest beside it
+    or belongs to unfinished work, and for a glob that takes a corpus with the part that was held out of it.
+    """
+    if Path(path).is_dir():
+        return _folder_shards(Path(path))
+    if Path(path).is_file():
+        return [(Path(path), _listed_sha256(Path(path), _entries))]
+    if not re.search(r"[*?\[]", str(path)):
+        raise ShardError(f"{path} does not exist; give a shard folder, a .shard file or a glob in quotes")
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    entries = cache(_entries)
+    shards: list[tuple[Path, str | None]] = []
+    for match in matches:
+        if match.is_dir():
+            shards += _folder_shards(match)
+        elif match.suffix == SHARD_SUFFIX:
+            shards.append((match, _listed_sha256(match, entries)))
+    if not shards:
+        raise ShardError(f"the glob {path} matches no shard; give a shard folder, a .shard file or another glob")
+    folders = {shard.parent for shard, _ in shards}
+    for folder in folders:  # a shard that was lost would not be missed otherwise
+        for name, entry in (entries(folder) or {}).items():
+            if fnmatch(name, Path(path).name):
+                _check_entry(folder, entry)
+    for folder in folders:
+        train = folder.with_name(_SPLITS[0])
+        if folder.name == _SPLITS[1] and train in folders:
+            raise ShardError(f"the glob {path} takes {train} and {folder}, which was held out of it; give {train}")
+    return shards
+
+
+def _entries(folder: Path) -> dict[str, dict[str, Any]] | None:
+    """What the manifest of a folder lists, by file name; None where there is no manifest."""
+    if not (folder / MANIFEST_NAME).exists():
+        return None
+    return {entry["file"]: entry for entry in read_manifest(folder)["shards"]}
+
+
+def _listed_sha256(path: Path, entries) -> str | None:
+    """SHA-256 of a shard named by itself, by the manifest beside it or beside what it links to; None without one."""
+    real = path.resolve()
+    for place in (path, real):
+        listed = entries(place.parent)
+        if listed is not None:
+            if place.name not in listed:
+                raise ShardError(
+                    f"{place} is not listed in the {MANIFEST_NAME} beside it; give the folder {place.parent}, or move "
+                    "the shard to a folder of its own if it is to be used"
+                )
+            _check_entry(place.parent, listed[place.name])
+            return listed[place.name]["sha256"]
+    folder = real.parent.parent if real.parent.name in _SPLITS else real.parent
+    for journal in {real.parent / JOURNAL_NAME, folder / JOURNAL_NAME}:
+        if journal.exists():
+            raise ShardError(f"{path} belongs to unfinished work, see {journal}; run the command that makes it again")
+    return None
+
+
+def _folder_shards(folder: Path) -> list[tuple[Path, str | None]]:
+    manifest = read_manifest(folder)
+    if not manifest["shards"]:
+        raise ShardError(f"{folder} holds no document, its {MANIFEST_NAME} lists no shard; give another folder")
+    return [(_check_entry(folder, entry), entry["sha256"]) for entry in manifest["shards"]]
+
+
+def _check_entry(folder: Path, entry: dict[str, Any]) -> Path:
+    """The path of a listed shard, which is there and has its size. Raises ShardError."""
+    path = folder / entry["file"]
+    size = path.stat().st_size if path.is_file() else None
+    if size != entry["bytes"]:
+        found = "is missing" if size is None else f"has {size:,} bytes"
+        raise ShardError(f"{path} {found}, but {MANIFEST_NAME} lists it with {entry['bytes']:,} bytes; {REMAKE}")
+    return path
