@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 PARTIAL_SUFFIX = ".partial"
 
@@ -31,3 +35,30 @@ def write_atomically(path: str | Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def take_folder_mode(path: Path) -> None:
+    """Gives a file the rights that the umask (or the folder's default ACL) gave its folder, without execution.
+
+    For libraries that write by way of a private temporary file and leave its mode 0600. A file system that keeps no
+    modes may refuse: then they are those of the mount.
+    """
+    with suppress(OSError):
+        path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """The lines of a file with one JSON object a line, each with its object: None where it is none or damaged.
+
+    Lines end at b"\\n" alone, and each is decoded by itself: a crash may tear one anywhere, and a text may hold U+2028.
+    Without the file there are no lines. Raises OSError where it cannot be read.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                content = json.loads(line)
+            except (ValueError, RecursionError):  # a UnicodeDecodeError is a ValueError
+                content = None
+            yield line, content if isinstance(content, dict) else None

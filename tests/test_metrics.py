@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import struct
@@ -13,9 +14,13 @@ from typing import Any
 import pytest
 from runs import ROOT, flags, make_inputs, run, training_lines
 
+from slurm.environment import Environment
 from training.checkpoint import locate
 from training.config import ConfigError, TrainingConfig
 from training.metrics import keep_until, read_metrics, wandb_mode
+from training.plot import read_run
+from training.report_data import read_lines
+from training.status import begin_attempt
 
 README = ROOT / "README.md"
 
@@ -239,6 +244,45 @@ def test_metrics_are_cut_at_the_resumed_step_and_at_a_torn_line(tmp_path):
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
     keep_until(path, 3)
     assert path.read_text().splitlines() == [json.dumps({"step": step, "x": step}) for step in (1, 2, 3)]
+
+
+def line(step: int, **values: Any) -> bytes:
+    return json.dumps({"step": step, **values}, ensure_ascii=False).encode() + b"\n"
+
+
+GOOD = [line(1, x=1), line(2, text="a\u2028b\u2029c\u0085d", x=2), line(3, text="naïve 東京", x=3)]
+TORN = [
+    b'{"step": 4, "text": "\xe6\x9d\n',
+    b"\xff\xfe\n",
+    b"[1,2]\n",
+    b'"step"\n',
+    b"[" * 100_000 + b"\n",
+    b'{"x": 1}\n',
+]
+
+
+def test_torn_bytes_and_odd_lines_neither_stop_a_start_nor_take_good_lines_with_them(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(GOOD[:1] + TORN + GOOD[1:]) + GOOD[2][:-6])
+    assert [record["x"] for record in read_metrics(path)] == [1, 2, 3]
+    assert len(read_lines(path)) == 4
+    run = read_run(path)
+    assert (run.series["x"], run.skipped_lines) == ({1: 1, 2: 2, 3: 3}, 6)
+    assert keep_until(path, 2) == 7
+    assert path.read_bytes() == b"".join(GOOD[:2])
+    assert keep_until(path, 2) == 0
+    assert read_lines(tmp_path / "none") == read_metrics(tmp_path / "none") == []
+
+
+def test_a_damaged_register_of_starts_counts_what_is_whole(tmp_path):
+    environment = Environment("slurm", job_id="7")
+    begin_attempt(tmp_path, environment, 5)
+    with (tmp_path / "attempts.jsonl").open("ab") as file:
+        file.write(b"".join(TORN))
+    again = begin_attempt(tmp_path, dataclasses.replace(environment, restart_count=1), 5)
+    assert (again.without_progress, again.superseded()) == (1, False)
+    rolled_back = begin_attempt(tmp_path, dataclasses.replace(environment, restart_count=2), 3)
+    assert rolled_back.without_progress == 0  # then it went on to a checkpoint of its own
 
 
 def make_config(mode: str) -> TrainingConfig:

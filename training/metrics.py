@@ -12,11 +12,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tqdm import tqdm
 
-from data.files import write_atomically
+from data.files import json_lines, write_atomically
 from data.plan import OBJECTIVES
 from training.config import ConfigError, TrainingConfig
 from training.report_data import SAMPLES
@@ -26,21 +26,28 @@ _PATIENT_SECONDS, _HURRIED_SECONDS = 600.0, 20.0  # for what wandb still has to 
 _LINE_SECONDS = 10.0  # between lines where the console is a file
 
 
+def _has_step(record: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    return record is not None and isinstance(record.get("step"), int)
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of a metrics.jsonl; a last line that a crash cut off is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
-    return records
+    """The objects of a metrics.jsonl (or samples.jsonl); damaged lines, such as a cut-off last one, are left out."""
+    return [record for _line, record in json_lines(path) if _has_step(record)]
 
 
-def keep_until(path: Path, step: int) -> None:
-    """Drop what a metrics.jsonl holds beyond `step` and cut-off lines, so that a resumed run repeats no step."""
-    records = [record for record in read_metrics(path) if record["step"] <= step]
-    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records).encode())
+def keep_until(path: Path, step: int) -> int:
+    """Drop what a metrics.jsonl (or samples.jsonl) holds beyond `step`, so that a resumed run repeats no step.
+
+    Damaged lines go too; returns how many there were.
+    """
+    kept, damaged = [], 0
+    for line, record in json_lines(path):
+        if not _has_step(record):
+            damaged += bool(line.strip())
+        elif record["step"] <= step:
+            kept.append(line.rstrip(b"\n") + b"\n")
+    write_atomically(path, b"".join(kept))
+    return damaged
 
 
 class Recorder:

@@ -9,7 +9,6 @@ only half written is left out. The colour tells the objective, the line style te
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -22,6 +21,8 @@ if __package__ in (None, ""):  # run as a file: the other modules of training/ m
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
+
+from data.files import json_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -107,33 +108,18 @@ def read_run(path: str | Path) -> Run:
         raise PlotError(f"{path} is no run: name a folder with a metrics.jsonl file in it, or such a file.")
     series: dict[str, dict[int, float]] = {}
     skipped = 0
-    with open(file, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if not line.strip():
-                continue
-            record = parse_record(line)
-            if record is None:
-                skipped += line.endswith("\n")  # a last line without its end is still being written
-                continue
-            step = record["step"]
-            for key, value in record.items():
-                if key != "step" and isinstance(value, (int, float)) and math.isfinite(value):
-                    series.setdefault(key, {})[step] = float(value)
+    for line, record in json_lines(file):
+        if record is None or not isinstance(record.get("step"), int):
+            skipped += bool(line.strip()) and line.endswith(b"\n")  # a last line without its end is still being written
+            continue
+        step = record["step"]
+        for key, value in record.items():
+            if key != "step" and isinstance(value, (int, float)) and math.isfinite(value):
+                series.setdefault(key, {})[step] = float(value)
     if not series:
         raise PlotError(f"{file} holds no metrics yet: nothing to draw before the first training step.")
     ordered = {key: dict(sorted(values.items())) for key, values in series.items()}
     return Run(name=file.resolve().parent.name, series=ordered, skipped_lines=skipped)
-
-
-def parse_record(line: str) -> dict[str, Any] | None:
-    """Return one line of metrics.jsonl as a dict with an integer "step", or None where it is not that."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        return None
-    return record
 
 
 def read_runs(paths: list[str]) -> list[Run]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from data.files import json_lines
 from training.plot import PlotError, Run, read_runs, smooth, thin, to_array
 
 MAX_POINTS = 1000  # of a line in the page
@@ -123,16 +124,9 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON objects of a file with one a line, without damaged lines; [] without the file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return [content for _line, content in json_lines(path) if content is not None]
     except OSError:
         return []
-    found = []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return [line for line in found if isinstance(line, dict)]
 
 
 # Starts

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from data.files import write_atomically
+from data.files import json_lines, write_atomically
 from slurm.environment import Environment
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
@@ -105,17 +105,13 @@ def first_failure(folder: Path, job_id: str | None, restart_count: int) -> Failu
 
 
 def _attempts(folder: Path) -> list[dict[str, Any]]:
+    """The starts that attempts.jsonl holds, without damaged lines."""
     try:
-        lines = (folder / "attempts.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = [content for _line, content in json_lines(folder / "attempts.jsonl") if content is not None]
     except OSError:
         return []
-    found = []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
+    whole = {"job_id", "restart_count", "newest_step"}
+    return [line for line in lines if line.keys() >= whole]
 
 
 @dataclass(frozen=True)
@@ -147,7 +143,7 @@ def begin_attempt(folder: Path, environment: Environment, newest_step: int) -> A
     known = [attempt for attempt in _attempts(folder) if job_id is not None and attempt["job_id"] == job_id]
     without_progress = 0
     for attempt in reversed([attempt for attempt in known if attempt["restart_count"] < restart_count]):
-        if attempt["newest_step"] < newest_step:
+        if attempt["newest_step"] != newest_step:  # also a lower one: the run was rolled back, then went on
             break
         without_progress += 1
     if not any(attempt["restart_count"] == restart_count for attempt in known):
