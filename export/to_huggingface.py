@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from data.files import sync_folder
+from data.files import sync_folder, take_folder_mode
 from export.model_card import model_card, read_records
 from model import LTGBert, ModelConfigError
 from training.checkpoint import Checkpoint, CheckpointError, load_model, locate
@@ -129,6 +129,7 @@ def write_files(folder: Path, checkpoint: Checkpoint, model: LTGBert, ema: bool,
 
     tensors = {key: value.contiguous() for key, value in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    take_folder_mode(folder / "model.safetensors")
     text, note = adapt_tokenizer((checkpoint.path / "tokenizer.json").read_text(encoding="utf-8"))
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     ids = {token["content"]: token["id"] for token in json.loads(text)["added_tokens"]}

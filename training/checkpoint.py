@@ -8,10 +8,12 @@ and renamed, so a folder with the final name is whole; what was damaged later is
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +21,11 @@ from typing import Any
 
 import torch
 
-from data.files import sync_folder, write_atomically
+from data.files import sync_folder, take_folder_mode, write_atomically
 from data.shards import sha256_file
 from model import LTGBert, ModelConfig
 from model_extra import build_model
-from training.checkpoint_names import folder_name, list_checkpoints, step_of
+from training.checkpoint_names import ABANDONED, folder_name, list_checkpoints, step_of
 
 FORMAT = 1
 RECORD = "checkpoint.json"
@@ -109,6 +111,7 @@ def write_checkpoint(
 
 def _seal(path: Path) -> dict[str, Any]:
     """Flush a written file to disk; returns what checkpoint.json says of it."""
+    take_folder_mode(path)
     with path.open("rb+") as file:
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
@@ -154,8 +157,15 @@ def find_newest(parent: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, problems
 
 
-def locate(path: str | Path) -> Checkpoint:
-    """The checkpoint meant by a checkpoint folder or a run folder (its newest whole one). Raises CheckpointError."""
+def _say(note: str) -> None:
+    print(f"note: {note}", file=sys.stderr, flush=True)
+
+
+def locate(path: str | Path, say: Callable[[str], None] = _say) -> Checkpoint:
+    """The checkpoint meant by a checkpoint folder or a run folder (its newest whole one). Raises CheckpointError.
+
+    say: is told of each newer one that is damaged.
+    """
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(
@@ -165,13 +175,33 @@ def locate(path: str | Path) -> Checkpoint:
         found, problems = find_newest(path / "checkpoints")
         if found is None:
             raise CheckpointError("; ".join(problems) or f"run folder {path} has no checkpoint yet")
+        for problem in problems:
+            say(f"{problem}; {found.path} is taken instead")
         return found
     return open_checkpoint(path)
 
 
-def prune(parent: Path, keep_last: int, keep_steps: tuple[int, ...]) -> None:
-    """Delete all but the newest `keep_last` checkpoints (0 keeps all) and those of `keep_steps`."""
-    regular = [path for path in list_checkpoints(parent) if step_of(path) not in keep_steps]
+def set_aside(parent: Path, step: int, records: Iterable[Path] = (), rename: bool = True) -> list[str]:
+    """Rename the checkpoints newer than `step`, from which their run goes on: they are of another branch, or damaged.
+
+    Returns a sentence for each. records: the run's files that get shorter now; the newest checkpoint gets a copy of
+    them. rename: without, nothing is changed. Raises OSError.
+    """
+    notes = []
+    for path in (path for path in list_checkpoints(parent) if step_of(path) > step):
+        numbers = itertools.chain([""], (f"_{number}" for number in itertools.count(2)))
+        name = next(n for i in numbers if not (parent / (n := f"{ABANDONED}{path.name}{i}")).exists())
+        notes.append(f"the run goes on from step {step}: {path} is kept as {name} and counts no more")
+        if rename:
+            for record in filter(Path.exists, [] if len(notes) > 1 else records):
+                shutil.copyfile(record, path / record.name)
+            os.rename(path, parent / name)
+    return notes
+
+
+def prune(parent: Path, step: int, keep_last: int, keep_steps: tuple[int, ...]) -> None:
+    """Delete checkpoints up to `step`, the one just written, but the newest `keep_last` (0: all) and `keep_steps`."""
+    regular = [path for path in list_checkpoints(parent) if step_of(path) <= step and step_of(path) not in keep_steps]
     for path in regular[keep_last:] if keep_last else []:
         doomed = path.with_name(f".gone_{path.name}")  # renamed first: a half-deleted folder must not look like one
         os.rename(path, doomed)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 _NAME = re.compile(r"step_(\d{8,})")
+ABANDONED = "abandoned_"  # before the name of a checkpoint that is the run's no more
 
 
 def folder_name(step: int) -> str:

@@ -56,7 +56,7 @@ class TrainingConfig:
     resume: str = _flag(
         "auto",
         "auto: go on from the newest valid checkpoint of the run folder, or start; never: start in an unused folder; "
-        "PATH: a checkpoint or run folder to go on from",
+        "PATH: a checkpoint or run folder to go on from; newer checkpoints of the run itself are set aside",
         "files",
         fixed=False,
     )

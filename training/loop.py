@@ -42,7 +42,6 @@ from training.micro_step import MicroSteps, records_graphs
 from training.minimal_pairs import pairs_line
 from training.optimizers import load_named_state, make_optimizer, named_state
 from training.parallel import Gradients, share_weights
-from training.report_data import SAMPLES
 from training.reporting import out_of_memory, report, report_traceback
 from training.setup import (
     Inputs,
@@ -53,6 +52,7 @@ from training.setup import (
     read_initial_weights,
     read_inputs,
     versions,
+    was_restarted,
 )
 from training.status import FAILED, FINISHED, RUNNING, Attempt, read_status, write_status
 from training.step import NonFiniteError, StepLog, TrainState, agree, train_step, warm_up
@@ -269,7 +269,7 @@ def save(state: TrainState, inputs: Inputs, world: World, records: Records | Non
                 "tokenizer.json": inputs.tokenizer_text.encode(),
             },
         )
-        prune(parent, config.keep_last, config.save_steps)
+        prune(parent, state.step, config.keep_last, config.save_steps)
         records.saved(state.step, time.monotonic() - began, place)
 
     on_main(world, write)
@@ -296,13 +296,13 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> int:
         attempts: list[Attempt] = []
 
         def open_run() -> tuple[Checkpoint | None, list[str]]:
-            restarted = environment.restart_count > 0
+            restarted = was_restarted(environment)
             if environment.job_id is not None:
                 step = newest_step(config.run_folder / "checkpoints")
                 attempts.append(register_attempt(config.run_folder, environment, step, config.max_restarts))
             patience = _LOCK_SECONDS if restarted else 0.0
             folders.append(stack.enter_context(closing(RunFolder(config.run_folder, patience))))
-            return find_start(folders[0], inputs, restarted)
+            return find_start(folders[0], inputs, restarted, environment.job_id)
 
         checkpoint, notes = on_main(world, open_run)
         state = make_state(inputs, world, checkpoint)
@@ -377,10 +377,10 @@ def open_records(
     def status(state: str, reason: str, done: int) -> None:
         write_status(folder.path, world.environment, state, reason, done, config.max_steps)
 
-    keep_until(folder.metrics, step)
-    if (samples := folder.path / SAMPLES).exists():
-        keep_until(samples, step)
-    wandb_id = folder.write_config(inputs, describe_launch(world, step))
+    for path in filter(Path.exists, (folder.metrics, folder.samples)):
+        if damaged := keep_until(path, step):
+            print(f"note: {path} had {damaged} damaged line{'s' * (damaged > 1)}, left out now", flush=True)
+    wandb_id = folder.write_config(inputs, describe_launch(config, world, step))
     facts = {"model": inputs.model_config.to_dict(), "world_size": world.size, "data": inputs.data_identity}
     status(RUNNING, "", step)
     try:

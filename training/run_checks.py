@@ -24,7 +24,7 @@ from training.checkpoint import list_checkpoints
 from training.checks import FAIL, OK, WARN, Facts, Row, count, ranks_text, size_text, time_text
 from training.config import ConfigError
 from training.loop import due
-from training.setup import Inputs, RunView, find_start
+from training.setup import Inputs, RunView, find_start, was_restarted
 
 # Beyond these a row is WARN. Times are in seconds.
 _SAVE_SECONDS = 120.0  # a checkpoint has to fit between a signal and the end of the job
@@ -58,7 +58,7 @@ def measure_run(inputs: Inputs, environment: Environment) -> dict[str, Any]:
             except OSError:
                 pass  # a row of its own
     cut_off = sorted(path.name for p in (".tmp", ".old", ".gone") for path in view.checkpoints.glob(f"{p}_step_*"))
-    checkpoint, notes = find_start(view, inputs, environment.restart_count > 0, mend=False)
+    checkpoint, notes = find_start(view, inputs, was_restarted(environment), environment.job_id, mend=False)
     return {
         "used": view.used,
         "step": checkpoint.step if checkpoint else 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import os
 import platform
 import secrets
 import socket
@@ -28,11 +29,13 @@ from data.masking import MaskingOptions
 from data.plan import DataPlan, resolve_split
 from data.shards import tokenizer_hash
 from model import ModelConfig, ModelConfigError
-from training.checkpoint import Checkpoint, CheckpointError, clean, find_newest, locate
-from training.checkpoint_names import list_checkpoints
+from slurm.environment import Environment
+from training.checkpoint import Checkpoint, CheckpointError, clean, find_newest, locate, set_aside
+from training.checkpoint_names import ABANDONED, list_checkpoints
 from training.config import ConfigError, TrainingConfig, differences
 from training.distributed import World
 from training.minimal_pairs import PairScorer, read_pair_sets
+from training.report_data import SAMPLES
 from training.sentence_scores import SpecialIds
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -211,6 +214,7 @@ class RunView:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
+        self.samples = path / SAMPLES
         self.config = path / "config.json"
 
     @property
@@ -285,7 +289,18 @@ class RunFolder(RunView):
         self._lock.close()
 
 
-def describe_launch(world: World, start_step: int) -> dict[str, Any]:
+def was_restarted(environment: Environment) -> bool:
+    """Whether SLURM or torchrun has started this very command before."""
+    return environment.restart_count > 0 or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _origin(config: TrainingConfig) -> str | None:
+    """The full path that --resume or --checkpoint_filename names, None where it names none."""
+    wish = config.checkpoint_filename or config.resume
+    return None if wish in ("auto", "never") else str(Path(wish).resolve())
+
+
+def describe_launch(config: TrainingConfig, world: World, start_step: int) -> dict[str, Any]:
     """What config.json records about one start of the run."""
     device = world.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
@@ -299,16 +314,17 @@ def describe_launch(world: World, start_step: int) -> dict[str, Any]:
         "restart_count": world.environment.restart_count,
         "device": name,
         "start_step": start_step,
+        "resumed_from": _origin(config),
     }
 
 
 def find_start(
-    folder: RunView, inputs: Inputs, restarted: bool = False, mend: bool = True
+    folder: RunView, inputs: Inputs, restarted: bool = False, job_id: str | None = None, mend: bool = True
 ) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to go on from (None: start anew) and notes for the user.
 
-    mend: first remove what a save that was cut off has left; without, nothing is changed.
-    restarted: SLURM has started this very job before; then the run's own checkpoints come before what --resume says.
+    Newer checkpoints of the run are set aside. mend: without, nothing is changed on the disk.
+    restarted: this very command has been started before, in SLURM's job `job_id` or by torchrun.
     Raises ConfigError or CheckpointError where the request and what is there do not fit together.
     """
     config = inputs.config
@@ -316,7 +332,12 @@ def find_start(
         clean(folder.checkpoints)
     wish = config.checkpoint_filename or config.resume
     earlier = folder.read_config() if folder.used else None
-    if restarted and (wish == "never" or list_checkpoints(folder.checkpoints)):
+    began, again = _granted(config, earlier, job_id if restarted else "")
+    notes: list[str] = []
+    if restarted and wish == "never":
+        wish = "auto"
+    elif (began or again) and list_checkpoints(folder.checkpoints):
+        notes = [f"{folder.path} went on from --resume {wish!r} before: it goes on from its own newest checkpoint"]
         wish = "auto"
     if wish == "never":
         if folder.used:
@@ -331,16 +352,22 @@ def find_start(
         )
     same_run = True
     if wish == "auto":
-        checkpoint, notes = find_newest(folder.checkpoints)
+        checkpoint, problems = find_newest(folder.checkpoints)
         if checkpoint is None and list_checkpoints(folder.checkpoints):
-            raise ConfigError(f"--resume auto: no checkpoint in {folder.path} is whole: {'; '.join(notes)}")
+            raise ConfigError(f"--resume auto: no checkpoint in {folder.path} is whole: {'; '.join(problems)}")
+        notes += problems
     else:
         try:
-            checkpoint, notes = locate(wish), []
+            checkpoint = locate(wish, notes.append)
         except CheckpointError as error:
             raise ConfigError(f"--resume: {error}") from error
-        same_run = checkpoint.path.resolve().is_relative_to(folder.path.resolve())
-        if folder.used and not same_run and not restarted:
+        place, homes = checkpoint.path.resolve(), (folder.path.resolve(), folder.checkpoints.resolve())
+        same_run = any(place.is_relative_to(home) for home in homes)  # checkpoints/ may be a link to another disk
+        if same_run and place.name.startswith(ABANDONED):
+            raise ConfigError(
+                f"--resume {wish!r}: the run has left this checkpoint; branch off from it with --name NEW, or rename it"
+            )
+        if folder.used and not same_run and not began:
             raise ConfigError(f"--resume {wish!r}: {folder.path} holds another run already; take another --name")
     flags = earlier["flags"] if earlier and same_run else checkpoint.record["flags"] if checkpoint else None
     if flags is not None:
@@ -353,7 +380,18 @@ def find_start(
         notes += [f"branching off with a change: {change}" for change in changed]
     if checkpoint is not None:
         _check_fit(checkpoint, inputs, same_run)
+        notes += set_aside(folder.checkpoints, checkpoint.step, (folder.metrics, folder.samples), rename=mend)
     return checkpoint, notes
+
+
+def _granted(config: TrainingConfig, earlier: dict[str, Any] | None, job_id: str | None) -> tuple[bool, bool]:
+    """Whether the run began, and whether job `job_id` last went on, where --resume PATH says.
+
+    The same command, given again after a kill, then goes on with what became of it. job_id: "" for a first start.
+    """
+    origin, launches = _origin(config), (earlier or {}).get("launches") or [{}]
+    began, last = (launches[n].get("resumed_from") == origin is not None for n in (0, -1))
+    return began, last and launches[-1].get("job_id") == job_id
 
 
 def read_initial_weights(inputs: Inputs) -> dict[str, torch.Tensor]:
