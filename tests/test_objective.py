@@ -91,21 +91,27 @@ def test_no_targets_at_all():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_loss_names_step_rank_and_objective(bad):
-    """Three ranks of which the last has a bad causal loss: every rank says so."""
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [(4 + LOSS, "rank 2, causal objective: the summed loss is"), (-1, "gradient norm is (nan|inf) on rank 2 alone")],
+)
+def test_a_bad_loss_or_norm_names_step_and_rank(bad: float, place: int, words: str):
+    """Three ranks of which the last has a bad causal loss, or norm: every rank says so."""
+    local = torch.ones(9, dtype=torch.float64)
+    local[place] = bad
 
     @dataclass(frozen=True)
     class ThreeRanks(World):
         def gather(self, value):
-            return [[1.0, 0.0], [2.0, 0.0], value]
+            return [[1.0] * 9, [1.0] * 9, local.tolist()]
 
-    local = torch.zeros(2, 4, dtype=torch.float64)
-    local[CAUSAL, LOSS] = bad
-    pending = PendingStep({"step": 7}, (0.5, 0.5), local, local, torch.tensor(1.0), None, {}, 10, 1.0)
-    world = ThreeRanks(2, 3, torch.device("cpu"), Environment("none"))
-    log = StepLog(cast(Inputs, None), world)  # a bad step is noticed before anything of the run is needed
-    with pytest.raises(NonFiniteError, match="step 7: rank 2, causal objective"):
-        log.push(pending)
+    for rank in range(3):
+        own = local if rank == 2 else torch.ones_like(local)
+        pending = PendingStep({"step": 7}, (0.5, 0.5), own + 2 * local, own, None, {}, 10, 1.0)
+        world = ThreeRanks(rank, 3, torch.device("cpu"), Environment("none"))
+        log = StepLog(cast(Inputs, None), world)  # a bad step is noticed before anything of the run is needed
+        with pytest.raises(NonFiniteError, match=f"step 7: .*{words}"):
+            log.push(pending)
 
 
 def test_slots_that_are_left_over_change_nothing():

@@ -17,6 +17,7 @@ from data.loader import StepBatch
 from data.masking import fingerprint
 from data.plan import CAUSAL, MASKED, OBJECTIVES
 from model import LTGBert
+from training.checks import ranks_text
 from training.distributed import World
 from training.ema import Ema
 from training.micro_step import MicroSteps
@@ -49,15 +50,16 @@ class TrainState:
 class PendingStep:
     """A step whose numbers may still be on their way from the device.
 
-    sums, grad_norm, fingerprint, extra: on the host, in memory that the device fills; to be read after `finished`.
-    local_sums: [2, 4] of this rank alone, on the device, to find out which rank a bad value comes from.
+    sums, fingerprint, extra: on the host, in memory that the device fills; to be read after `finished`.
+    sums: float64 [9], the objectives' [2, 4] and the norm of the gradients, added up over ranks: a norm is each rank's
+    own, and one that a single rank finds bad ends the run on all.
+    local_sums: the same of this rank alone, on the device, to find out which rank a bad value comes from.
     """
 
     facts: dict[str, Any]
     share: tuple[float, float]
     sums: torch.Tensor
     local_sums: torch.Tensor
-    grad_norm: torch.Tensor
     fingerprint: torch.Tensor | None
     extra: dict[str, torch.Tensor]
     tokens: int
@@ -101,11 +103,9 @@ def train_step(
     run.begin(signed(plan.step_key(step)), weights.per_target)
     micro_batches = list(batch.micro_batches(world.device))
     for number, micro_batch in enumerate(micro_batches):
-        with world.collective("the sum of gradients"):
-            model_inputs = run(micro_batch, last=number == len(micro_batches) - 1)
+        model_inputs = run(micro_batch, last=number == len(micro_batches) - 1)
         if prints is not None and model_inputs is not None:
             prints += fingerprint(model_inputs, micro_batch.row_keys)
-    sums = run.sums.clone()
 
     done = step + 1
     wants_stats = config.log_stats_every and done % config.log_stats_every == 0
@@ -119,7 +119,7 @@ def train_step(
     state.gradients.zero()
     state.step = done
 
-    local_sums = sums.clone()
+    local_sums = torch.cat((run.sums.flatten(), grad_norm.to(run.sums.dtype).view(1)))
     facts = {
         "step": done,
         "stats/learning_rate": rate,
@@ -134,10 +134,10 @@ def train_step(
         facts["stats/peak_memory_gib"] = torch.cuda.max_memory_allocated(world.device) / 2**30
     if prints is not None:
         prints = _to_host(world.sum(prints, "the sum of fingerprints"))
-    sums, grad_norm = _to_host(world.sum(sums, "the sum of losses")), _to_host(grad_norm)
+    sums = _to_host(world.sum(local_sums.clone(), "the sum of losses"))
     extra = {name: _to_host(value) for name, value in extra.items()}
     finished = _now(world.device)  # after the copies, which are read once it has passed
-    return PendingStep(facts, weights.share, sums, local_sums, grad_norm, prints, extra, batch.plan.tokens, finished)
+    return PendingStep(facts, weights.share, sums, local_sums, prints, extra, batch.plan.tokens, finished)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -228,9 +228,9 @@ class StepLog:
     def _metrics(self, pending: PendingStep, seconds: float) -> dict[str, Any]:
         """The metrics.jsonl line of a step. Raises NonFiniteError on all ranks where a loss or the norm is bad."""
         record = dict(pending.facts)
-        sums, norm = pending.sums.tolist(), float(pending.grad_norm)
+        sums, norm = pending.sums[:-1].view(2, 4).tolist(), float(pending.sums[-1]) / self._world.size
         if not all(math.isfinite(line[LOSS]) for line in sums) or not math.isfinite(norm):
-            _raise_non_finite(pending, norm, self._world)
+            _raise_non_finite(pending, self._world)
         total = z_total = correct = count = 0.0
         for objective, name in enumerate(OBJECTIVES):
             part = sums[objective]
@@ -258,14 +258,18 @@ class StepLog:
         return record
 
 
-def _raise_non_finite(pending: PendingStep, norm: float, world: World) -> NoReturn:
+def _raise_non_finite(pending: PendingStep, world: World) -> NoReturn:
     """Say which rank and objective a bad value came from; called by all ranks."""
-    values = pending.local_sums[:, LOSS].tolist()
+    everyone = world.gather(pending.local_sums.tolist())  # of each rank as `sums`
+    losses = [[sums[:4][LOSS], sums[4:][LOSS]] for sums in everyone]
     bad = [
-        f"rank {rank}, {OBJECTIVES[objective]} objective: the summed loss is {losses[objective]}"
-        for rank, losses in enumerate(world.gather(values))
+        f"rank {rank}, {OBJECTIVES[objective]} objective: the summed loss is {losses[rank][objective]}"
+        for rank in range(world.size)
         for objective in (MASKED, CAUSAL)
-        if not math.isfinite(losses[objective])
+        if not math.isfinite(losses[rank][objective])
     ]
-    where = "; ".join(bad) or f"all losses are finite but the gradient norm is {norm}"
-    raise NonFiniteError(f"step {pending.facts['step']}: {where}")
+    norms = {rank: sums[-1] for rank, sums in enumerate(everyone) if not math.isfinite(sums[-1])}
+    if not bad:
+        alone = f" on rank {ranks_text(norms)} alone, whose device or memory may be faulty" * (len(norms) < world.size)
+        bad = [f"all losses are finite but the gradient norm is {next(iter(norms.values()))}{alone}"]
+    raise NonFiniteError(f"step {pending.facts['step']}: {'; '.join(bad)}")
