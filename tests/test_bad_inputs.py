@@ -48,6 +48,22 @@ def refused(arguments: list[str], capsys, *says: str, world=single_world) -> str
     return error
 
 
+def test_a_program_for_one_device_speaks_whichever_task_it_is(inputs, tmp_path, capsys, monkeypatch):
+    """`srun -n 8 python train_single_gpu.py`, one run a task; ranks of one run leave it to rank 0."""
+    for name in ("RANK", "SLURM_PROCID"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "3")
+            assert "unknown flag" in refused([*flags(inputs, tmp_path), "--bogus", "1"], capsys)
+            assert attempt([*flags(inputs, tmp_path), "--bogus", "1"], capsys, start_world) == (2, "")
+
+
+def test_torchrun_of_a_program_for_one_device_names_the_other(inputs, tmp_path, capsys, monkeypatch):
+    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    refused(flags(inputs, tmp_path), capsys, "torchrun has started 2 processes", "train_multi_gpu.py")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

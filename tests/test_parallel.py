@@ -3,16 +3,21 @@
 import json
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from modelling import make_model
 from runs import ROOT, command, environment, flags, make_inputs, run, training_lines
 
+import training.loop
 from slurm.environment import Environment
 from training import parallel
 from training.checkpoint import locate
-from training.distributed import World
+from training.config import parse_config
+from training.distributed import CollectiveError, World
+from training.setup import read_inputs
+from training.step import train_step
 
 STEPS = 8
 
@@ -85,7 +90,8 @@ def test_another_model_on_a_rank_is_refused(folder: Path, tmp_path: Path):
     words = command(flags(folder.parent / "inputs", tmp_path), ranks=2, script=script)
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment(), check=False)
     assert done.returncode != 0
-    assert "error: rank 0 has another model than rank 1: --config_file and the flags of the model" in done.stderr
+    assert "error: ranks differ: the shape of transformer.mlp_layers.1." in done.stderr
+    assert "but not set on rank 1" in done.stderr
 
 
 @pytest.mark.parametrize("kind", [("gpt-bert", "relative"), ("ltg-bert", "relative"), ("gpt-bert", "rope")])
@@ -131,6 +137,31 @@ def test_sums_set_out_during_the_backward_pass(monkeypatch: pytest.MonkeyPatch, 
     assert all(torch.equal(bucket, content) for bucket, content in zip(sent, contents, strict=True))
     last = len(list(model.embedding.parameters())) + sum("alphas" in name for name, _ in model.named_parameters())
     assert len(sent) - last <= early < len(sent)
+
+
+@pytest.mark.parametrize("words", ["CUDA error: the launch timed out", "Inductor worker: Broken pipe"])
+def test_an_error_of_a_device_or_compiler_is_not_told_as_another_ranks(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+):
+    read = read_inputs(parse_config(flags(folder.parent / "inputs", tmp_path), ""))
+    world = World(0, 2, torch.device("cpu"), Environment("torchrun", world_size=2))
+    monkeypatch.setattr(training.loop, "share_weights", lambda model, world: None)
+    state = training.loop.make_state(read, world, None)
+    monkeypatch.setattr(state.micro_steps, "_forward", Mock(side_effect=RuntimeError(words)))
+    with pytest.raises(RuntimeError) as caught:
+        train_step(state, read, world, read.builder.step(0, 0, 2, "rows", 16), (100, 100))
+    assert str(caught.value) == words
+
+
+def test_an_error_of_a_sum_is_told_as_one_between_ranks(monkeypatch: pytest.MonkeyPatch):
+    model = make_model(("gpt-bert", "relative"))
+    gradients = parallel.Gradients(model, World(0, 2, torch.device("cpu"), Environment("torchrun", world_size=2)))
+    monkeypatch.setattr(parallel.dist, "all_reduce", Mock(side_effect=RuntimeError("Connection closed by peer")))
+    ids, documents = torch.randint(0, 60, (2, 12)), torch.zeros(2, 12, dtype=torch.int64)
+    loss = model(ids, documents, torch.tensor([True, False]), torch.arange(24), None).square().sum()
+    words = "lost contact with another rank in the sum of gradients"
+    with pytest.raises(CollectiveError, match=words), gradients.summed():
+        loss.backward()
 
 
 SMALL_BUCKETS = """

@@ -20,6 +20,7 @@ from training.config import ConfigError, TrainingConfig
 # What gloo and NCCL say when another process is gone, or does not answer in time.
 _LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|socket|peer|remote process|aborted", re.IGNORECASE)
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
+_DEVICE = re.compile(r"(CUDA|HIP) error")  # of this rank's own device, whatever the words that follow
 
 
 class CollectiveError(RuntimeError):
@@ -46,12 +47,15 @@ class World:
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
-        """Names an operation of all ranks: what goes wrong between them inside becomes a CollectiveError."""
+        """Names an operation of all ranks: what goes wrong between them inside becomes a CollectiveError.
+
+        Inside is a call of torch.distributed and nothing else: compilers and kernels time out with the same words.
+        """
         try:
             yield
         except RuntimeError as error:
             text = str(error)
-            if self.size == 1 or not (_LOST.search(text) or _LATE.search(text)):
+            if self.size == 1 or _DEVICE.match(text) or not (_LOST.search(text) or _LATE.search(text)):
                 raise
             late = _LATE.search(text) is not None
             what = "waited in vain for the others" if late else "lost contact with another rank"
@@ -63,6 +67,12 @@ class World:
             with self.collective(name):
                 dist.all_reduce(tensor)
         return tensor
+
+    def table(self, row: torch.Tensor, name: str) -> torch.Tensor:
+        """Every rank's `row`, whole numbers of the same shape: [size, ...], on all ranks."""
+        lines = row.new_zeros((self.size, *row.shape))
+        lines[self.rank] = row
+        return self.sum(lines, name)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (any small picklable object of our own making), on all ranks."""
@@ -101,7 +111,15 @@ def choose_device(choice: str, local_rank: int = 0) -> torch.device:
 
 
 def single_world(config: TrainingConfig) -> World:
-    """The world of train_single_gpu.py: one process, whatever a launcher says about ranks."""
+    """The world of train_single_gpu.py: one process, whatever a launcher says about ranks.
+
+    Raises ConfigError where torchrun has started several: each would train the same run.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"torchrun has started {os.environ['WORLD_SIZE']} processes of a program for one device: use "
+            "train_multi_gpu.py, or 'python train_single_gpu.py ...' without torchrun"
+        )
     return World(0, 1, choose_device(config.device), read_environment(os.environ, alone=True))
 
 
@@ -150,11 +168,21 @@ def _join(world: World, config: TrainingConfig) -> None:
 
 
 def _check_devices(world: World) -> None:
-    """Refuse two ranks on one GPU: they would share it in silence. Raises EnvironmentProblem on all ranks."""
-    if world.device.type != "cuda":
-        return
-    own = (socket.gethostname(), str(torch.cuda.get_device_properties(world.device).uuid))
+    """Refuse two ranks on one GPU, which they would share in silence, and a GPU beside a CPU, which wait for ever.
+
+    Raises EnvironmentProblem on all ranks.
+    """
+    on_cuda = world.device.type == "cuda"
+    own = (socket.gethostname(), str(torch.cuda.get_device_properties(world.device).uuid) if on_cuda else None)
     places = world.gather(own)
+    without = [rank for rank, (_, gpu) in enumerate(places) if gpu is None]
+    if len(without) == world.size:
+        return
+    if without:
+        raise EnvironmentProblem(
+            f"ranks {', '.join(map(str, without))} would train on the CPU ({places[without[0]][0]}) and the others on "
+            "GPUs: give each task a GPU and the same --device, or all --device cpu"
+        )
     shared = [rank for rank, place in enumerate(places) if places.count(place) > 1]
     if shared:
         raise EnvironmentProblem(

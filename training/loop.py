@@ -26,6 +26,7 @@ from data.shards import ShardError
 from model_extra import build_model
 from slurm.environment import EnvironmentProblem
 from slurm.preemption import StopSignals
+from training.agreement import check_same_run
 from training.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -35,7 +36,7 @@ from training.checkpoint import (
 from training.checkpoint_names import folder_name, list_checkpoints, newest_step
 from training.compiling import compile_layers
 from training.config import ConfigError, TrainingConfig, parse_config
-from training.distributed import CollectiveError, World
+from training.distributed import CollectiveError, World, single_world
 from training.ema import Ema
 from training.metrics import Recorder, keep_until, wandb_mode
 from training.micro_step import MicroSteps, records_graphs
@@ -107,7 +108,7 @@ def main(
     """
     world = config = None
     try:
-        config = _parse(arguments, description)
+        config = _parse(arguments, description, alone=make_world is single_world)
         wandb_mode(config)  # better to know now that wandb is missing
         inputs = read_inputs(config)
         world = make_world(config)
@@ -146,9 +147,12 @@ def main(
             world.close()
 
 
-def _parse(arguments: Sequence[str], description: str) -> TrainingConfig:
-    """The configuration. What is wrong with the command line is wrong on every rank, and rank 0 says so."""
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+def _parse(arguments: Sequence[str], description: str, alone: bool) -> TrainingConfig:
+    """The configuration. What is wrong with the command line is wrong on every rank, and rank 0 says so.
+
+    alone: this process is all of its run, whichever of a launcher's it is.
+    """
+    rank = "0" if alone else os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     with redirect_stderr(io.StringIO() if rank != "0" else sys.stderr):
         return parse_config(arguments, description)
 
@@ -287,8 +291,9 @@ def due(step: int, every: int, max_steps: int) -> bool:
 
 def train(inputs: Inputs, world: World, signals: StopSignals) -> int:
     """Run `inputs` to its last step, or until something asks to stop. Returns the exit code."""
-    split = check_world(inputs, world.size)
     inputs = dataclasses.replace(inputs, config=resolve_device_defaults(inputs.config, world.device))
+    check_same_run(inputs, world)  # before anything in which ranks that differ could wait for each other
+    split = check_world(inputs, world.size)
     config, environment = inputs.config, world.environment
     with ExitStack() as stack:
         signals.install(signal.SIGINT)

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from model import LTGBert
-from training.config import ConfigError
+from training.agreement import check_same_model
 from training.distributed import World
 
 BUCKET_BYTES = 32 * 2**20  # about a layer of base; each is a message of its own
+_SUM = "the sum of gradients"
 _ALIGNMENT = 64  # elements between beginnings of gradients: 256 bytes, so that kernels read whole vectors
 
 
@@ -25,16 +26,9 @@ def share_weights(model: nn.Module, world: World) -> None:
     """
     if world.size == 1:
         return
-    tensors = model.state_dict()
-    shapes = world.gather([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])
-    others = [rank for rank, other in enumerate(shapes) if other != shapes[0]]
-    if others:
-        raise ConfigError(
-            f"rank 0 has another model than {', '.join(f'rank {rank}' for rank in others)}: "
-            "--config_file and the flags of the model must be the same on all hosts"
-        )
+    check_same_model(model, world)
     with world.collective("the sharing of weights"):
-        for tensor in tensors.values():
+        for tensor in model.state_dict().values():
             dist.broadcast(tensor, src=0)
 
 
@@ -163,7 +157,8 @@ class Gradients:
     def _send(self, bucket: _Bucket) -> None:
         if bucket.sent is not bucket.gradients:
             bucket.sent.copy_(bucket.gradients)
-        work = dist.all_reduce(bucket.sent, async_op=True)
+        with self._world.collective(_SUM):
+            work = dist.all_reduce(bucket.sent, async_op=True)
         assert work is not None
         self._sums.append(work)
 
@@ -173,7 +168,8 @@ class Gradients:
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
         for bucket, work in zip(self._buckets, self._sums, strict=True):
-            work.wait()
+            with self._world.collective(_SUM):
+                work.wait()
             if bucket.sent is not bucket.gradients:
                 bucket.gradients.copy_(bucket.sent)
         self._sums.clear()

@@ -1,0 +1,81 @@
+"""All ranks train the same run: what differs between them is found at the start, and named."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+from ranks import Outcome, Run, run_ranks
+from runs import flags, make_inputs
+
+from training import agreement
+from training.config import FIELDS
+
+SHORT = {"max_steps": 12, "validate_every": 0, "save_every": 4, "collective_timeout": 0.5}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """Runs of two ranks, of which the second is given something else."""
+    folder = tmp_path_factory.mktemp("agreement")
+    inputs = make_inputs(folder / "inputs")
+    model = json.loads((inputs / "model.json").read_text())
+    (folder / "model.json").write_text(json.dumps({**model, "hidden_dropout_prob": 0.2}))
+    shutil.copytree(inputs / "train", folder / "copy")
+
+    def run(name: str, *rank_1: str, fault: str = "", **variables: str) -> Run:
+        return Run(flags(inputs, folder / "runs", name, **SHORT), rank_1, variables, fault)
+
+    runs = {
+        "max_steps": run("max_steps", "--max_steps=6", "--seed=7"),
+        "global_batch_size": run("global_batch_size", "--global_batch_size=1000"),
+        "train_path": run("train_path", f"--train_path={inputs / 'train' / 'part_0.shard'}"),
+        "valid_path": run("valid_path", "--valid_path="),
+        "config_file": run("config_file", f"--config_file={folder / 'model.json'}"),
+        "switch": run("switch", HYBRID_FUSED_LOSS="0"),
+        "bad_norm": run("bad_norm", fault="bad_norm"),
+        # Places of its own, and what only names them.
+        "places": run(
+            "places", f"--train_path={folder / 'copy'}/*.shard", "--output_dir=/nowhere", HYBRID_KERNEL_CACHE="/tmp"
+        ),
+    }
+    return dict(zip(runs, run_ranks(list(runs.values())), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("max_steps", r"--max_steps is 12 on rank 0 \(\S+\) but 6 on rank 1 \(\S+\) \(different, too: --seed\); start"),
+        ("global_batch_size", "--global_batch_size is 64 on rank 0 .* but 1000 on rank 1"),
+        ("train_path", "the data of --train_path is '[0-9a-f]+' on rank 0 .* but '[0-9a-f]+' on rank 1"),
+        ("valid_path", "the data of --valid_path is '[0-9a-f]+' on rank 0 .* but none on rank 1"),
+        ("config_file", r"hidden_dropout_prob in --config_file is 0.1 on rank 0 .* but 0.2 on rank 1"),
+        ("switch", "HYBRID_FUSED_LOSS is not set on rank 0 .* but '0' on rank 1"),
+    ],
+)
+def test_what_differs_is_refused_on_all_ranks(outcomes: dict[str, list[Outcome]], name: str, words: str):
+    for outcome in outcomes[name]:
+        assert outcome.code == 2, outcome.text
+        errors = [line for line in outcome.text.splitlines() if "error: " in line]
+        assert len(errors) == 1
+        assert re.search(rf"error: ranks differ: {words}", errors[0]), errors
+    assert "plan" not in outcomes[name][0].text
+
+
+def test_places_may_differ(outcomes: dict[str, list[Outcome]]):
+    assert [outcome.code for outcome in outcomes["places"]] == [0, 0], outcomes["places"]
+
+
+def test_a_norm_that_one_rank_finds_bad_ends_all(outcomes: dict[str, list[Outcome]]):
+    """Within a step, and not after the time-out of the others."""
+    main, other = outcomes["bad_norm"]
+    assert "step 6: all losses are finite but the gradient norm is inf on rank 1 alone" in main.text
+    assert "step_00000004" in main.text
+    assert "waited in vain" not in main.text + other.text
+    assert (main.code, other.code) == (1, 1)
+
+
+def test_every_flag_that_names_a_place_exists():
+    assert {name for name in agreement._PLACES if name.islower()} <= set(FIELDS)
