@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +105,7 @@ class Corpus:
             self.sources.append(Source(part, repeat, first, count, per_epoch))
             self.shards += shards
             first += count
+        _refuse_twice(path, self.shards)
         hashes = {shard.tokenizer_hash for shard in self.shards}
         if len(hashes) > 1:
             raise CorpusError(
@@ -120,7 +121,6 @@ class Corpus:
         self.documents_per_epoch = int(self._epoch_slots[-1])
         self._bytes_mapped = 0
 
-    @cached_property
     def identity(self) -> str:
         """A hash that changes when documents, their order, tokenizer, mix or document ends change; cheap."""
         facts: dict[str, object] = {"bos": self.bos_id, "eos": self.eos_id, "order": "rows shuffled within an epoch"}
@@ -332,6 +332,24 @@ class TokenStream:
         origins = source + (np.repeat(uses[document], pieces) << OCCURRENCE_SHIFT)
         origins[bos] = origins[eos] = 0
         return tokens.reshape(-1, count), origins.reshape(-1, count)
+
+
+def _refuse_twice(path: str | Path, shards: list[Shard]) -> None:
+    """Refuse a shard that is taken twice, and one whose copy in another folder is taken. Raises CorpusError."""
+    real = [shard.path.resolve() for shard in shards]
+    several, seen = len({place.parent for place in real}) > 1, {}
+    for shard, place in zip(shards, real, strict=True):
+        for key in (place, shard.content_hash) if several else (place,):
+            other, folder = seen.setdefault(key, (shard, place.parent))
+            if other is not shard and (key == place or folder != place.parent):
+                which = (
+                    f"{shard.path} twice"
+                    if other.path == shard.path
+                    else f"the same shard as {other.path} and {shard.path}"
+                )
+                raise CorpusError(
+                    f'{path} takes {which}; name it once ("repeat" in a mix file uses documents more often)'
+                )
 
 
 def _numbers_in(values: np.ndarray) -> np.ndarray:

@@ -14,11 +14,6 @@ from data.shards import JOURNAL_NAME, MANIFEST_NAME, REMAKE, SHARD_SUFFIX, Shard
 _SPLITS = ("train", "validation")  # folders that --validation_fraction makes
 
 
-def resolve_shards(path: str | Path) -> list[Path]:
-    """The shard files that `path` names, in order; as `find_shards`."""
-    return [shard for shard, _ in find_shards(path)]
-
-
 def find_shards(path: str | Path) -> list[tuple[Path, str | None]]:
     """The shards that `path` names, in order, each with its SHA-256 by the manifest (None: a loose shard without one).
 

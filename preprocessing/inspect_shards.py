@@ -19,13 +19,13 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import numpy as np
 from tokenizers import Tokenizer
 
-from data.shard_paths import resolve_shards
 from data.shards import (
     MANIFEST_NAME,
     Shard,
     ShardError,
     open_shard,
     read_manifest,
+    resolve_shards,
     sha256_file,
     tokenizer_hash,
 )

@@ -30,8 +30,7 @@ from typing import Any
 import numpy as np
 
 from data.files import write_atomically
-from data.shard_paths import resolve_shards
-from data.shards import MANIFEST_NAME, Shard, open_shard, read_manifest
+from data.shards import MANIFEST_NAME, Shard, open_shard, read_manifest, resolve_shards
 from preprocessing.command_line import CommandError
 from preprocessing.corpora import InputFile
 from preprocessing.shard_folder import JOURNAL_NAME, FolderPlan, ShardFolder, first_difference

@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from data.files import sync_folder, write_atomically
-from data.shard_paths import resolve_shards
-from data.shards import JOURNAL_NAME, MANIFEST_NAME, read_manifest, write_manifest
+from data.shards import JOURNAL_NAME, MANIFEST_NAME, read_manifest, resolve_shards, write_manifest
 from preprocessing.command_line import CommandError
 from preprocessing.split_writer import EMPTY_STATE, WORDS_NAME, SplitWriter
 

@@ -176,6 +176,12 @@ def test_resuming_with_other_data_is_refused(inputs, tmp_path, capsys):
     refused(arguments, capsys, "--train_path")
 
 
+def test_training_on_what_is_held_out_is_refused(inputs, tmp_path, capsys):
+    shutil.copy(inputs / "valid" / "part_1.shard", tmp_path / "copy.shard")
+    for path in (inputs / "*" / "part_1.shard", tmp_path / "*.shard"):
+        refused(flags(inputs, tmp_path, train_path=path), capsys, "--valid_path", "--train_path", "part_1.shard")
+
+
 @pytest.fixture
 def short_run(inputs, tmp_path, capsys) -> tuple[dict, Path]:
     """The flags and the one checkpoint of a run that was stopped after 2 of 4 steps."""
@@ -203,7 +209,7 @@ def test_a_run_of_the_first_version_resumes_and_other_data_is_refused(inputs, tm
         if identity != corpus.first_identity():
             refused(flags(inputs, tmp_path, **options), capsys, "--train_path", "is not the data that")
     assert attempt(flags(inputs, tmp_path, **options), capsys)[0] == 0
-    assert locate(tmp_path / "run").record["data"] == corpus.identity
+    assert locate(tmp_path / "run").record["data"] == corpus.identity()
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "configs" / "recipes").glob("*.json")), ids=lambda path: path.stem)

@@ -13,8 +13,7 @@ import torch
 from runs import refusal
 from safetensors.torch import load_file
 
-from data.shard_paths import resolve_shards
-from data.shards import open_shard, read_manifest, sha256_file
+from data.shards import open_shard, read_manifest, resolve_shards, sha256_file
 from model import ModelConfig
 from model_extra import build_model
 from preprocessing import import_gpt_bert

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data.shards
-from data.shard_paths import resolve_shards
 from data.shards import (
     ShardError,
     ShardWriter,
     describe_shard,
     open_shard,
     read_manifest,
+    resolve_shards,
     sha256_file,
     token_dtype,
     tokenizer_hash,
@@ -367,6 +367,48 @@ def test_incomplete_folders(tmp_path):
     write_manifest(folder, [], HASH, 1000, {})
     with pytest.raises(ShardError, match="holds no document"):
         resolve_shards(folder)
+
+
+@pytest.mark.parametrize("name", ["corpus/train", "corpus"])  # with and without a part that is held out
+def test_unfinished_work_is_refused_in_every_form(tmp_path, name):
+    folder = manifest_folder(tmp_path / name)
+    (folder / "manifest.json").unlink()
+    assert len(resolve_shards(str(folder / "*.shard"))) == 2  # loose shards
+    (tmp_path / "corpus" / "journal.json").write_text("{}")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "a.shard").symlink_to(folder / "shard_00000.shard")
+    for path in (folder / "*.shard", folder / "shard_00000.shard", tmp_path / "links" / "*", tmp_path / "**/*.shard"):
+        with pytest.raises(ShardError, match=r"unfinished work, see .*journal\.json"):
+            resolve_shards(str(path))
+    with pytest.raises(ShardError, match="not a complete shard folder"):
+        resolve_shards(folder)
+
+
+def test_a_shard_that_the_manifest_does_not_list_is_refused_in_every_form(tmp_path):
+    folder = manifest_folder(tmp_path / "corpus")
+    write_shard(folder / "other.shard", [np.array([20])], HASH, 1000)
+    for path in (folder / "*.shard", folder / "other.shard", folder / "**", tmp_path / "**" / "o*.shard"):
+        with pytest.raises(ShardError, match=r"other\.shard is not listed in the manifest\.json beside it"):
+            resolve_shards(str(path))
+    assert len(resolve_shards(str(folder / "shard_*.shard"))) == 2
+
+
+def test_a_listed_shard_that_a_glob_misses_is_named(tmp_path):
+    folder = manifest_folder(tmp_path / "corpus", (1, 2, 3))
+    (folder / "shard_00001.shard").unlink()
+    assert len(resolve_shards(str(folder / "shard_0000[02].shard"))) == 2
+    for path in (folder / "*.shard", tmp_path / "*" / "shard_0000[12].shard"):
+        with pytest.raises(ShardError, match=r"shard_00001\.shard is missing"):
+            resolve_shards(str(path))
+
+
+def test_a_glob_never_takes_what_was_held_out(tmp_path):
+    for name in ("train", "validation"):
+        manifest_folder(tmp_path / "shards" / name)
+    for path in ("shards/*", "shards/*/*.shard", "**/*.shard"):
+        with pytest.raises(ShardError, match=r"takes .*train and .*validation, which was held out of it; give .*train"):
+            resolve_shards(str(tmp_path / path))
+    assert len(resolve_shards(str(tmp_path / "shards" / "val*"))) == 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -165,6 +166,25 @@ def test_mix_uses_each_source_in_proportion_and_all_documents_equally(tmp_path, 
         assert max(counts) - min(counts) <= 1
 
 
+def test_no_document_is_taken_twice(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    written = [write_shard(tmp_path / "a" / f"{i}.shard", [np.arange(20, 30 + i)], HASH, 1 << 20) for i in (0, 1)]
+    write_manifest(tmp_path / "a", written, HASH, 1 << 20, {})
+    shutil.copy(tmp_path / "a" / "1.shard", tmp_path / "b" / "copy.shard")
+    (tmp_path / "link.shard").symlink_to(tmp_path / "a" / "0.shard")
+
+    def mix(*paths: str) -> Path:
+        (tmp_path / "mix.json").write_text(json.dumps({"sources": [{"path": path} for path in paths]}))
+        return tmp_path / "mix.json"
+
+    assert open_corpus(mix("a/*.shard")).num_documents == open_corpus(mix("a/0.shard", "a/1*")).num_documents == 2
+    wrong = [str(tmp_path / "a" / "**"), mix("a", "a/1.shard"), mix("a", "a"), mix("a", "link.shard"), mix("a", "b/*")]
+    for path in wrong:
+        with pytest.raises(CorpusError, match=r'takes .*shard.*; name it once .*"repeat"'):
+            open_corpus(path)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -194,7 +214,7 @@ def test_identity_changes_with_the_data(tmp_path, listed, copies):
         entry = write_shard(path, parts, HASH, 1 << 20)
         if listed:
             write_manifest(tmp_path, [entry], HASH, 1 << 20, {})
-        return open_corpus(path, eos).identity
+        return open_corpus(path, eos).identity()
 
     first = identity(documents)
     assert identity(documents) == first
@@ -224,7 +244,7 @@ def test_identity_changes_with_order_and_repeats(tmp_path):
     for names, repeat in (("01", 1), ("10", 1), ("01", 2), ("01", 1.5)):
         sources = [{"path": f"part_{name}.shard", "repeat": repeat} for name in names]
         (tmp_path / "mix.json").write_text(json.dumps({"sources": sources}))
-        found.add(open_corpus(tmp_path / "mix.json").identity)
+        found.add(open_corpus(tmp_path / "mix.json").identity())
     assert len(found) == 4
 
 

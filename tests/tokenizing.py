@@ -10,8 +10,7 @@ from pathlib import Path
 
 import zstandard
 
-from data.shard_paths import resolve_shards
-from data.shards import open_shard
+from data.shards import open_shard, resolve_shards
 from preprocessing import tokenize_corpus
 from preprocessing.corpora import find_inputs
 from preprocessing.encoding import EncoderSettings

@@ -132,6 +132,7 @@ def read_inputs(config: TrainingConfig) -> Inputs:
         rows = config.validation_steps * config.local_batch_size or None
         valid = Corpus(config.valid_path, tokenizer_hash=identity, bos_id=options.bos_id, eos_id=eos)
         held_out = ValidationSet(valid, dataclasses.replace(options, even=False), config.seq_length, rows=rows)
+        _refuse_shared(config, corpus, valid)
     plan = make_plan(config)
     if plan.smallest_batch < 1:
         raise ConfigError(
@@ -144,10 +145,22 @@ def read_inputs(config: TrainingConfig) -> Inputs:
         special = SpecialIds(options.bos_id, eos, options.pad_id, options.mask_id)
         pairs = PairScorer(read_pair_sets([config.evaluate_data], "--evaluate_data"), tokenizer, special)
     builder = BatchBuilder(corpus, plan, options)
-    held_out_identity = held_out.corpus.identity if held_out is not None else ""
+    held_out_identity = held_out.corpus.identity() if held_out is not None else ""
     return Inputs(
-        config, model_config, text, corpus, held_out, plan, builder, corpus.identity, held_out_identity, pairs
+        config, model_config, text, corpus, held_out, plan, builder, corpus.identity(), held_out_identity, pairs
     )
+
+
+def _refuse_shared(config: TrainingConfig, corpus: Corpus, valid: Corpus) -> None:
+    """Refuse shards that are trained on and held out. Raises ConfigError."""
+    known = {shard.content_hash: shard for shard in corpus.shards}
+    shared = next((shard for shard in valid.shards if shard.content_hash in known), None)
+    if shared is not None:
+        raise ConfigError(
+            f"--valid_path {config.valid_path!r} holds {shared.path}, but --train_path {config.train_path!r} holds it, "
+            f"too, as {known[shared.content_hash].path}; give shards that are held out (tokenize_corpus.py "
+            "--validation_fraction makes them)"
+        )
 
 
 def check_world(inputs: Inputs, world_size: int) -> str:
