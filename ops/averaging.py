@@ -44,7 +44,8 @@ class BufferedAverages:
 
     Backwards, the gradient of h_m is sum_{k >= m-1} alpha_k[m] dx_{k+1}. All these dx are known once the backward pass
     reaches sublayer m - 1, since each later x depends on the ones before; so they are collected in a buffer too, and
-    the gradient of each state is one product instead of a sum of parts that arrive one by one.
+    the gradient of each state is one product instead of a sum of parts that arrive one by one. There is no second
+    derivative: `create_graph=True` raises RuntimeError.
     """
 
     def __init__(self, alphas: Sequence[Tensor], embeddings: Tensor) -> None:
@@ -83,6 +84,15 @@ class _History:
             return torch.mv(rows.t(), weights)
 
 
+def refuse_second_derivative() -> None:
+    """Raise RuntimeError in a backward pass that is itself to be differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True: averages over depth have no second derivative in their fast forms; set "
+            "HYBRID_FUSED_RESIDUAL=0 and ops.residual.BufferedAverages = ops.averaging.PlainAverages"
+        )
+
+
 class _First(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, history: _History, embeddings: Tensor) -> Tensor:
@@ -92,6 +102,7 @@ class _First(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         history, (gradient,) = ctx.history, gradients
         assert history.gradients is not None
         of_state = history.weighted(history.gradients, history.alphas[:, 0].contiguous())
@@ -108,6 +119,7 @@ class _Next(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         history, k, (gradient,) = ctx.history, ctx.k, gradients
         if history.gradients is None:
             history.gradients = torch.empty_like(history.states[1:])

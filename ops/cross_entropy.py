@@ -9,8 +9,6 @@ waits for the device, except the first call, which compiles or loads.
 from __future__ import annotations
 
 import ctypes
-import os
-import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.nvrtc import Module
+from ops import nvrtc
+from ops.nvrtc import Module, aligned, switched_off
 
+SWITCH = "HYBRID_FUSED_LOSS"
 _SOURCE = Path(__file__).parent / "cuda" / "cross_entropy.cu"
 _THREADS = 256
 
@@ -27,10 +27,11 @@ _THREADS = 256
 def target_scores(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy, squared log-partition and correctness of each target; logits [N, V], labels [N] -> float32 [N].
 
-    By the kernels for bfloat16 logits on CUDA. HYBRID_FUSED_LOSS=0 in the environment keeps the plain form.
+    By the kernels for bfloat16 logits on CUDA. HYBRID_FUSED_LOSS=0 in the environment keeps the plain form. A label
+    outside of the vocabulary is an error of the plain form and a loss of NaN by the kernels.
     """
     if wanted(logits):
-        loss, log_z, correct = _scores(logits.contiguous(), labels.contiguous())
+        loss, log_z, correct = _scores(aligned(logits), labels.contiguous())
         return loss, log_z.square(), correct
     logits = logits.float()
     log_z = logits.logsumexp(dim=-1)
@@ -42,25 +43,24 @@ def wanted(logits: Tensor) -> bool:
     """Whether the kernels can and should be used for logits [N, V]; not while torch.compile traces."""
     if logits.device.type != "cuda" or logits.dtype != torch.bfloat16 or torch.compiler.is_compiling():
         return False
-    return logits.size(1) % 8 == 0 and os.environ.get("HYBRID_FUSED_LOSS", "1") != "0" and available(logits.device)
+    return not switched_off(SWITCH) and available(logits.device, logits.size(1))
+
+
+def obstacle(device: torch.device, vocabulary: int) -> str:
+    """Why a device cannot run the kernels for a vocabulary; "" where it can. Compiles nothing."""
+    if problem := nvrtc.obstacle(device):
+        return problem
+    return f"vocab_size is {vocabulary:,} and not a multiple of 8" if vocabulary % 8 else ""
 
 
 @cache
-def available(device: torch.device) -> bool:
-    """Whether the kernels run there: a CUDA device of sm_80 or later.
+def available(device: torch.device, vocabulary: int) -> bool:
+    """Whether the kernels run there: no obstacle, compiled and loaded.
 
     Warns where they should run but cannot be compiled or loaded.
     """
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    if torch.cuda.get_device_properties(device).major < 8:
-        return False
-    try:
-        _module(torch.cuda.current_device() if device.index is None else device.index)
-    except (OSError, RuntimeError, AttributeError) as problem:  # no library, it refuses, or it lacks a function
-        warnings.warn(f"cross-entropy runs without its CUDA kernels, slower: {problem}", stacklevel=2)
-        return False
-    return True
+    consequence = "cross-entropy runs without its CUDA kernels, slower"
+    return not obstacle(device, vocabulary) and nvrtc.loads(lambda: _module(nvrtc.number_of(device)), consequence)
 
 
 @cache

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -23,8 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ops import nvrtc
 from ops.nvrtc import Module
 
+SWITCH = "HYBRID_FUSED_OPTIMIZER"
 _SOURCE = Path(__file__).parent / "cuda" / "lamb.cu"
 _THREADS, _CHUNK = 256, 4096  # as in the source
 
@@ -49,17 +50,16 @@ class Tensors(NamedTuple):
     averages: Sequence[Tensor | None]
 
 
+def obstacle(device: torch.device) -> str:
+    """Why a device cannot run the kernels; "" where it can. Compiles nothing."""
+    return nvrtc.obstacle(device, capability=0)
+
+
 @cache
 def available(device: torch.device) -> bool:
-    """Whether the kernels run there: a CUDA device, and they compile and load. Warns where they should but do not."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    try:
-        _module(torch.cuda.current_device() if device.index is None else device.index)
-    except (OSError, RuntimeError, AttributeError) as problem:  # no library, it refuses, or it lacks a function
-        warnings.warn(f"the optimizer runs without its CUDA kernels, more slowly: {problem}", stacklevel=2)
-        return False
-    return True
+    """Whether the kernels run there: no obstacle, compiled and loaded. Warns where they should run but do not load."""
+    consequence = "the optimizer runs without its CUDA kernels, more slowly"
+    return not obstacle(device) and nvrtc.loads(lambda: _module(nvrtc.number_of(device)), consequence)
 
 
 def fits(tensor: Tensor) -> bool:

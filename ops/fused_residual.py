@@ -14,8 +14,6 @@ states before it. What alphas need, the products of all dx with all h, is one sm
 from __future__ import annotations
 
 import ctypes
-import os
-import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -24,9 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops import nvrtc
+from ops.averaging import refuse_second_derivative
 from ops.dropout import DropoutStates, keep_scale, kept_from
-from ops.nvrtc import Module
+from ops.nvrtc import Module, aligned, switched_off
 
+SWITCH = "HYBRID_FUSED_RESIDUAL"
 _SOURCE = Path(__file__).parent / "cuda" / "residual_stream.cu"
 _MAX_STATES = 64
 _THREADS = 64  # of a block; a warp does a token
@@ -63,26 +64,30 @@ def wanted(embeddings: Tensor, sublayers: int) -> bool:
     if embeddings.device.type != "cuda" or torch.compiler.is_compiling():
         return False
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
-    chosen = os.environ.get("HYBRID_FUSED_RESIDUAL", "1") != "0"
-    return autocast and chosen and available(embeddings.device, embeddings.size(-1), sublayers)
+    return autocast and not switched_off(SWITCH) and available(embeddings.device, embeddings.size(-1), sublayers)
+
+
+def obstacle(device: torch.device, width: int, sublayers: int) -> str:
+    """Why a device cannot run the kernels for these sizes; "" where it can. Compiles nothing."""
+    if problem := nvrtc.obstacle(device):
+        return problem
+    if width % 128 or width > _MAX_WIDTH:
+        return f"hidden_size is {width} and not a multiple of 128 up to {_MAX_WIDTH}"
+    if sublayers >= _MAX_STATES:
+        return f"num_hidden_layers is {sublayers // 2}, above {(_MAX_STATES - 1) // 2}"
+    return ""
 
 
 @cache
 def available(device: torch.device, width: int, sublayers: int) -> bool:
-    """Whether the kernels run there: a CUDA device of sm_80 or later and these sizes, compiled and loaded.
+    """Whether the kernels run there: no obstacle, compiled and loaded.
 
     Warns where they should run but cannot be compiled or loaded.
     """
-    if device.type != "cuda" or width % 128 or width > _MAX_WIDTH or sublayers >= _MAX_STATES:
-        return False
-    if torch.version.hip is not None or torch.cuda.get_device_properties(device).major < 8:
-        return False
-    try:
-        _module(torch.cuda.current_device() if device.index is None else device.index, width, sublayers)
-    except (OSError, RuntimeError, AttributeError) as problem:  # no library, it refuses, or it lacks a function
-        warnings.warn(f"the residual stream runs without its CUDA kernels, slower: {problem}", stacklevel=2)
-        return False
-    return True
+    consequence = "the residual stream runs without its CUDA kernels, slower"
+    return not obstacle(device, width, sublayers) and nvrtc.loads(
+        lambda: _module(nvrtc.number_of(device), width, sublayers), consequence
+    )
 
 
 @cache
@@ -161,9 +166,9 @@ class _History:
         dx = torch.empty(self.shape, dtype=torch.float32, device=like.device)
         call, name = self.call(like.device, sublayer, drops), "residual_backward"
         if gradients[0] is not None:
-            call.set(x=gradients[0].float().contiguous())
+            call.set(x=aligned(gradients[0].float()))
         if gradients[1] is not None:
-            dnormalised = gradients[1].to(torch.bfloat16).contiguous()
+            dnormalised = aligned(gradients[1].to(torch.bfloat16))
             call.set(dnormalised=dnormalised, normalised=saved[0], deviation=saved[1])
         dupdate = None
         if self.alphas is not None:
@@ -206,13 +211,14 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, history: _History, embeddings: Tensor, *alphas: Tensor) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        x, normalised, deviation = history.advance(-1, None, embeddings.float().contiguous(), None)
+        x, normalised, deviation = history.advance(-1, None, aligned(embeddings.float()), None)
         ctx.history, ctx.dtype = history, embeddings.dtype
         ctx.save_for_backward(normalised, deviation)
         return x.view_as(x), normalised
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         history = ctx.history
         gradient, _ = history.retreat(-1, None, gradients, ctx.saved_tensors)
         of_alphas: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
@@ -230,13 +236,14 @@ class _Next(torch.autograd.Function):
         ctx: Any, history: _History, sublayer: int, drops: _Drops | None, x: Tensor, update: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        out, normalised, deviation = history.advance(sublayer, drops, x, update.to(torch.bfloat16).contiguous())
+        out, normalised, deviation = history.advance(sublayer, drops, x, aligned(update.to(torch.bfloat16)))
         ctx.history, ctx.sublayer, ctx.drops, ctx.dtype = history, sublayer, drops, update.dtype
         ctx.save_for_backward(normalised, deviation)
         return out, normalised
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         dx, dupdate = ctx.history.retreat(ctx.sublayer, ctx.drops, gradients, ctx.saved_tensors)
         assert dupdate is not None
         return None, None, None, dx, dupdate.to(ctx.dtype)

@@ -9,8 +9,6 @@ and nothing waits for the device, except the first call for a width, which compi
 from __future__ import annotations
 
 import ctypes
-import os
-import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.nvrtc import Module
+from ops import nvrtc
+from ops.nvrtc import Module, aligned, switched_off
 
+SWITCH = "HYBRID_FUSED_NORM"
 _SOURCE = Path(__file__).parent / "cuda" / "gated_norm.cu"
 _FEATURES = 24  # of a row that a thread can hold
 _WARPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
@@ -50,25 +50,26 @@ def wanted(device: torch.device, width: int) -> bool:
     if device.type != "cuda" or torch.compiler.is_compiling():
         return False
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
-    return autocast and os.environ.get("HYBRID_FUSED_NORM", "1") != "0" and available(device, width)
+    return autocast and not switched_off(SWITCH) and available(device, width)
+
+
+def obstacle(device: torch.device, width: int) -> str:
+    """Why a device cannot run the kernels for rows of `width`; "" where it can. Compiles nothing."""
+    if problem := nvrtc.obstacle(device):
+        return problem
+    return "" if _warps(width) else f"rows of {width} features cannot be shared out among threads; multiples of 256 can"
 
 
 @cache
 def available(device: torch.device, width: int) -> bool:
-    """Whether the kernels run there: a CUDA device of sm_80 or later and this width, compiled and loaded.
+    """Whether the kernels run there: no obstacle, compiled and loaded.
 
     Warns where they should run but cannot be compiled or loaded.
     """
-    if device.type != "cuda" or torch.version.hip is not None or _warps(width) == 0:
-        return False
-    if torch.cuda.get_device_properties(device).major < 8:
-        return False
-    try:
-        _module(torch.cuda.current_device() if device.index is None else device.index, width, True)
-    except (OSError, RuntimeError, AttributeError) as problem:  # no library, it refuses, or it lacks a function
-        warnings.warn(f"gated layer norms run without their CUDA kernels, slower: {problem}", stacklevel=2)
-        return False
-    return True
+    consequence = "gated layer norms run without their CUDA kernels, slower"
+    return not obstacle(device, width) and nvrtc.loads(
+        lambda: _module(nvrtc.number_of(device), width, True), consequence
+    )
 
 
 def _warps(width: int) -> int:
@@ -102,9 +103,9 @@ def _gated_backward(
     dout: Tensor, statistics: Tensor, value: Tensor, gate: Tensor, eps: float, tanh: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of value and gate, contiguous."""
-    inputs = {"value": _rows(value), "gate": _rows(gate), "dout": dout.contiguous(), "statistics": statistics}
+    inputs = {"value": _rows(value), "gate": _rows(gate), "dout": _dense(dout), "statistics": statistics}
     dvalue, dgate = _dense_like(value), _dense_like(gate)
-    _launch("gated_norm_backward", tanh, **inputs, dvalue=dvalue, dgate=dgate, eps=eps)
+    _launch("gated_norm_backward", tanh, **inputs, dvalue=_rows(dvalue), dgate=_rows(dgate), eps=eps)
     return dvalue, dgate
 
 
@@ -112,7 +113,7 @@ def _gated_backward(
 def _paired(pair: Tensor, eps: float, tanh: bool) -> tuple[Tensor, Tensor]:
     """As `_gated`, of value and gate side by side [..., 2 D]."""
     value, gate = _rows(pair).chunk(2, dim=-1)
-    out, statistics = _results(value)
+    out, statistics = _results(pair.chunk(2, dim=-1)[0])
     _launch("gated_norm_forward", tanh, value=value, gate=gate, out=out, statistics=statistics, eps=eps)
     return out, statistics
 
@@ -121,8 +122,9 @@ def _paired(pair: Tensor, eps: float, tanh: bool) -> tuple[Tensor, Tensor]:
 def _paired_backward(dout: Tensor, statistics: Tensor, pair: Tensor, eps: float, tanh: bool) -> Tensor:
     """Gradient of the pair, contiguous."""
     dpair = _dense_like(pair)
-    halves = zip(("value", "gate", "dvalue", "dgate"), (*_rows(pair).chunk(2, -1), *dpair.chunk(2, -1)), strict=True)
-    _launch("gated_norm_backward", tanh, **dict(halves), dout=dout.contiguous(), statistics=statistics, eps=eps)
+    (value, gate), (dvalue, dgate) = (_rows(x).chunk(2, dim=-1) for x in (pair, dpair))
+    halves = {"value": value, "gate": gate, "dvalue": dvalue, "dgate": dgate}
+    _launch("gated_norm_backward", tanh, **halves, dout=_dense(dout), statistics=statistics, eps=eps)
     return dpair
 
 
@@ -191,23 +193,37 @@ class _Params(ctypes.Structure):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [..., D], or a copy of it, such that its rows are dense, evenly spaced and at 16-byte boundaries."""
-    even = x.ndim == 1 or all(x.stride(i) == x.stride(i + 1) * x.size(i + 1) for i in range(x.ndim - 2))
-    aligned = x.data_ptr() % 16 == 0 and (x.ndim == 1 or x.stride(-2) % 8 == 0)
-    return x if x.stride(-1) == 1 and even and aligned else x.contiguous()
+    """x [..., D] as [N, D], or a copy of it, such that rows are dense, evenly spaced and at 16-byte boundaries."""
+    rows = x.reshape(-1, x.size(-1))
+    dense = rows.stride(1) == 1 and rows.stride(0) % 8 == 0 and rows.data_ptr() % 16 == 0
+    return rows if dense else aligned(rows)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """As `_rows`, without gaps between rows."""
+    return aligned(x.reshape(-1, x.size(-1)))
 
 
 def _launch(name: str, tanh: bool, eps: float, **tensors: Tensor) -> None:
-    """Queue a kernel on the current stream of the tensors' device; tensors as `_rows` gives them."""
+    """Queue a kernel on the current stream of the tensors' device; tensors as `_rows` gives them.
+
+    Raises ValueError where the kernels would read what is not there.
+    """
     value = tensors["value"]
-    width, rows = value.size(-1), value.shape[:-1].numel()
+    rows, width = value.shape
+    for field in ("gate", "dout"):
+        other = tensors.get(field, value)
+        if other.shape != value.shape or other.dtype != value.dtype:
+            raise ValueError(
+                f"the gated norm was given {field} {other.dtype} {list(other.shape)} for value {list(value.shape)}"
+            )
     if not rows:
         return
     params = _Params(rows=rows, eps=eps)
     for field, tensor in tensors.items():
         setattr(params, field, tensor.data_ptr())
         if field in ("value", "gate", "dvalue", "dgate"):
-            setattr(params, f"{field}_stride", tensor.stride(-2) if tensor.ndim > 1 else width)
+            setattr(params, f"{field}_stride", tensor.stride(-2))
     warps = _warps(width)
     per_block = 4 if warps == 1 else 1
     module = _module(value.device.index, width, tanh)

@@ -11,11 +11,15 @@ import ctypes
 import hashlib
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+_HASH = hashlib.sha256().digest_size
 
 
 class Module:
@@ -86,12 +90,72 @@ class Module:
             raise RuntimeError(f"{self.name}: CUDA error {status} ({(message.value or b'unknown').decode()})")
 
 
-# Compiling
+# Which devices
+
+
+def obstacle(device: torch.device, capability: int = 8) -> str:
+    """Why kernels that need this major compute capability cannot run on a device; "" where they can."""
+    if device.type != "cuda":
+        return "they need a CUDA device"
+    if torch.version.hip is not None:
+        return "they are CUDA and this is ROCm"
+    properties = torch.cuda.get_device_properties(device)
+    if properties.major < capability:
+        return f"the device has compute capability {properties.major}.{properties.minor} and they need {capability}.0"
+    return ""
+
+
+def switched_off(name: str) -> str:
+    """Why an environment variable such as HYBRID_FUSED_LOSS keeps a kernel from running; "" where it does not."""
+    return f"{name}=0" if os.environ.get(name, "1") == "0" else ""
+
+
+def loads(load: Callable[[], object], consequence: str) -> bool:
+    """Whether `load` makes a Module; where not, a warning gives the consequence and the reason."""
+    try:
+        load()
+    except (OSError, RuntimeError, AttributeError) as problem:  # no library, it refuses, or it lacks a function
+        warnings.warn(f"{consequence}: {problem}", stacklevel=3)
+        return False
+    return True
+
+
+def number_of(device: torch.device) -> int:
+    """The CUDA device's number; the current one's where it names none."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def shared_memory(device: torch.device | int) -> int:
+    """Bytes of shared memory that a block may have.
+
+    HYBRID_SHARED_MEMORY=99 (KiB) in the environment lowers it, so that the forms for small devices can be tested.
+    """
+    limit, text = torch.cuda.get_device_properties(device).shared_memory_per_block_optin, "HYBRID_SHARED_MEMORY"
+    chosen = os.environ.get(text) or limit // 1024
+    try:
+        return min(limit, int(chosen) * 1024)
+    except ValueError:
+        raise ValueError(f"{text} is {chosen!r}; it must be a whole number of KiB") from None
 
 
 def architecture(major: int, minor: int) -> str:
-    """Target of NVRTC; the "a" allows Hopper's own instructions."""
-    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+    """Target of NVRTC; the "a" allows Hopper's own instructions.
+
+    HYBRID_ARCHITECTURE=sm_90 in the environment chooses another, so that Hopper can test what all others run.
+    """
+    return os.environ.get("HYBRID_ARCHITECTURE") or ("sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}")
+
+
+# Arguments
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it: contiguous, and beginning at a 16-byte boundary, as kernels read it."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+# Compiling
 
 
 def cache_folder() -> Path:
@@ -101,23 +165,37 @@ def cache_folder() -> Path:
 
 
 def compiled(source: Path, target: str, options: Sequence[str]) -> bytes:
-    """Machine code of a source for one target, from the cache folder where it is there. Raises RuntimeError."""
+    """Machine code of a source for one target, from the cache folder where it is there whole. Raises RuntimeError."""
     text = source.read_bytes()
     major, minor = ctypes.c_int(), ctypes.c_int()
     _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     options = [f"--gpu-architecture={target}", "-std=c++17", *options]
     key = hashlib.sha256(b"\0".join([text, f"{major.value}.{minor.value}".encode(), *(o.encode() for o in options)]))
-    path = cache_folder() / f"{key.hexdigest()[:32]}.cubin"
+    path = cache_folder() / f"{key.hexdigest()[:32]}.kernel"
     with contextlib.suppress(OSError):
-        return path.read_bytes()
+        kept = path.read_bytes()  # the code behind its hash: a crash or a full disk may have left a part
+        if hashlib.sha256(kept[_HASH:]).digest() == kept[:_HASH]:
+            return kept[_HASH:]
     image = _compile(source, text, options)
-    # A cache that cannot be written costs seconds at each start and nothing else.
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(image)
-        os.replace(file.name, path)  # several processes may do this at once
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs seconds at each start and nothing else
+        _keep(path, hashlib.sha256(image).digest() + image)
     return image
+
+
+def _keep(path: Path, content: bytes) -> None:
+    """Write a file as a whole or not at all; several processes may do this at once. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with open(number, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(number)
+        os.replace(name, path)
+    except BaseException:  # Ctrl-C, too
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
 
 
 def _compile(source: Path, text: bytes, options: Sequence[str]) -> bytes:

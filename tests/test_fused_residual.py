@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops import fused_residual, gated_norm
+from ops import cross_entropy, fused_residual, gated_norm
 from ops.dropout import DropoutKeys, DropoutStates, dropout_states
 from ops.fused_residual import FusedResidualStream
 from ops.residual import ResidualStream
@@ -95,6 +95,56 @@ def test_the_stream_twice_through_one_graph_and_the_same_bits_each_time():
     again = torch.autograd.grad(stream.x.sum(), [x, *alphas])
     for a, b in zip(once, again, strict=True):
         assert torch.equal(a, b)
+
+
+@gpu
+def test_second_derivatives_are_refused():
+    """Of the stream, and of every operator with kernels."""
+    x = torch.randn(2, 9, 384, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        stream = FusedResidualStream(x, 1e-5, 1, None)
+        stream.add(stream.normalised() * 2, 0.0, None, 0)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(stream.x.sum(), x, create_graph=True)
+    half = x.detach().bfloat16().requires_grad_()
+    labels = torch.zeros(9, dtype=torch.int64, device="cuda")
+    for out in (
+        gated_norm.fused_gated_norm(half, half, 1e-5, "none").square(),
+        gated_norm.fused_gated_pair_norm(half, 1e-5, "tanh").square(),
+        cross_entropy.target_scores(half[0], labels)[0].square(),
+    ):
+        (gradient,) = torch.autograd.grad(out.sum(), half, create_graph=True)
+        with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+            gradient.sum().backward()
+
+
+@gpu
+def test_a_label_outside_of_the_vocabulary_is_a_loss_of_nan():
+    """Whatever lies beyond the logits; other rows are as they were."""
+    logits = torch.randn(4, 64, device="cuda").bfloat16()
+    labels = torch.tensor([3, -100, 64, 2**33], device="cuda")
+    loss, _, correct = cross_entropy.target_scores(logits, labels)
+    assert loss.isnan().tolist() == [False, True, True, True]
+    torch.testing.assert_close(loss[0], F.cross_entropy(logits[0].float(), labels[0]))
+    assert not correct[1:].any()
+
+
+@gpu
+def test_kernels_read_tensors_at_odd_addresses():
+    def odd(x: Tensor) -> Tensor:
+        return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+
+    value, gate, dout = (torch.randn(5, 3, 256, device="cuda").bfloat16() for _ in range(3))
+    results = []
+    for place in (lambda x: x, odd):
+        leaves = [place(x).requires_grad_() for x in (value, gate)]
+        out = gated_norm.fused_gated_norm(*leaves, 1e-5, "none")
+        results.append([out, *torch.autograd.grad(out, leaves, place(dout))])
+        logits = place(value[0]).requires_grad_()
+        loss = cross_entropy.target_scores(logits, torch.tensor([1, 2, 3], device="cuda"))[0]
+        results[-1] += [loss, *torch.autograd.grad(loss.sum(), logits)]
+    for plain, moved in zip(*results, strict=True):
+        assert torch.equal(plain, moved)
 
 
 @gpu

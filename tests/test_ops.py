@@ -408,6 +408,24 @@ def test_buffered_averages_are_plain_averages(autocast: bool):
         assert (buffered - plain).norm() <= tolerance * plain.norm()
 
 
+@pytest.mark.parametrize("sublayers", [1, 3])
+def test_a_second_derivative_of_buffered_averages_is_refused(sublayers: int):
+    """Also where the loss's own gradient is constant; with the plain form it is there."""
+    for form in (averaging.PlainAverages, averaging.BufferedAverages):
+        embeddings = torch.randn(2, 3, 4, requires_grad=True)
+        alphas = [torch.randn(k + 2, requires_grad=True) for k in range(sublayers)]
+        averages = form(alphas, embeddings)
+        x = averages.first()
+        for _ in alphas:
+            x = averages.next(x, x.square())
+        if form is averaging.PlainAverages:
+            (gradient,) = torch.autograd.grad(x.sum(), embeddings, create_graph=True)
+            assert gradient.requires_grad
+        else:
+            with pytest.raises(RuntimeError, match=r"second derivative.*PlainAverages"):
+                torch.autograd.grad(x.sum(), embeddings, create_graph=True)
+
+
 def test_buffered_averages_leave_no_memory_behind():
     embeddings = torch.randn(2, 3, 4, requires_grad=True)
     alphas = [torch.randn(k + 2, requires_grad=True) for k in range(3)]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor, nn
 
-from ops.fused_lamb import FusedLamb, Settings, Tensors, available, fits
+from ops.fused_lamb import SWITCH, FusedLamb, Settings, Tensors, available, fits
+from ops.nvrtc import switched_off
 from training.ema import Ema
 from training.optimizers import Lamb, clip_gradients
 
@@ -23,7 +22,7 @@ class WeightUpdate:
         """max_norm: of all gradients taken as one vector; infinity only measures it."""
         self.model, self.optimizer, self.ema, self.max_norm = model, optimizer, ema, max_norm
         parameters = list(model.parameters())
-        wanted = os.environ.get("HYBRID_FUSED_OPTIMIZER", "1") != "0" and isinstance(optimizer, Lamb)
+        wanted = not switched_off(SWITCH) and isinstance(optimizer, Lamb)
         self._fused = None
         if wanted and all(fits(parameter) for parameter in parameters) and available(parameters[0].device):
             self._fused = FusedLamb()

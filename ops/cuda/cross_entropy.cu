@@ -75,9 +75,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) cross_entropy_forward(cons
   __syncthreads();
   if (threadIdx.x == 0) {
     for (int i = 1; i < WARPS; ++i) own = merge(own, parts[i]);
-    const int label = (int)p.labels[row];
+    const i64 label = p.labels[row];
     const float log_z = own.largest + logf(own.sum);
-    p.loss[row] = log_z - __uint_as_float((u32)logits[label] << 16);
+    // A label that is no id of the vocabulary makes its loss NaN, which no run overlooks.
+    const bool known = label >= 0 && label < p.vocabulary;
+    p.loss[row] = known ? log_z - __uint_as_float((u32)logits[label] << 16) : __uint_as_float(0x7FC00000u);
     p.log_z[row] = log_z;
     p.correct[row] = own.place == label ? 1.0f : 0.0f;
   }
