@@ -297,8 +297,8 @@ class LTGBert(nn.Module):
             causal = torch.full(document_ids.shape[:1], causal, device=device)
         # A copy, since torch.compile tells a view of a larger batch from a tensor of its own.
         causal, buckets = causal.to(device, copy=True), (config.position_bucket_size, config.max_position_embeddings)
-        drops = self.training and config.attention_probs_dropout_prob > 0
-        if wanted(device, dtype, config.head_dim, 2 * config.position_bucket_size - 1, drops):
+        drops, trains = self.training and config.attention_probs_dropout_prob > 0, torch.is_grad_enabled()
+        if wanted(device, dtype, config.head_dim, 2 * config.position_bucket_size - 1, drops, trains):
             return fused_layout(document_ids, causal, *buckets)
         return relative_layout(document_ids, causal, *buckets, dtype)
 

@@ -25,7 +25,7 @@ class RelativeLayout(NamedTuple):
     document_ids: int64 [B, T]; causal: bool [B].
     slots: int64 [T, T], the slot of query i and key j.
     bias: float32 [B, 1, T, T], 0 where query i may attend key j and -inf elsewhere. A padding token attends the
-        padding of its row, so that no row of scores is empty and its softmax is defined; its context is zeroed.
+        padding around it, so that no row of scores is empty and its softmax is defined; its context is zeroed.
     one_hot: [T, S, T], 1 at [i, slots[i, j], j], and the same with queries and keys exchanged (S is the number of
         slots rounded up to a multiple of 8), or None where position scores are to be gathered.
     """
@@ -60,21 +60,28 @@ def relative_slots(length: int, bucket_size: int, max_position: int, device: tor
     return table[positions[:, None] - positions[None, :] + length - 1]
 
 
+def document_starts(document_ids: Tensor) -> Tensor:
+    """Bool [B, T]: where a document begins, which is a run of one id in a row; an id that comes back begins another."""
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return starts
+
+
 def attention_allowed(document_ids: Tensor, causal: Tensor) -> Tensor:
     """Bool [B, T, T]: query i and key j are of one document, and j <= i in rows where `causal` [B] is set.
 
-    Padding tokens (negative ids) of a row count as one document here; callers zero what comes out for them.
+    Padding tokens (negative ids) count as documents here, too; callers zero what comes out for them.
     """
-    ids = document_ids.clamp(min=-1)
-    length = ids.size(1)
-    past = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
-    return (ids[:, :, None] == ids[:, None, :]) & (past | ~causal[:, None, None])
+    documents = document_starts(document_ids).cumsum(1)
+    length = documents.size(1)
+    past = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return (documents[:, :, None] == documents[:, None, :]) & (past | ~causal[:, None, None])
 
 
 def relative_layout(
     document_ids: Tensor, causal: Tensor, bucket_size: int, max_position: int, dtype: torch.dtype = torch.float32
 ) -> RelativeLayout:
-    """Layout for `relative_attention` from document_ids int64 [B, T] (-1: padding) and causal bool [B].
+    """Layout for `relative_attention` from document_ids int64 [B, T] (negative: padding) and causal bool [B].
 
     `dtype` is that of the queries and keys to come. Never waits for the device.
     """

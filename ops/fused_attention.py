@@ -2,11 +2,13 @@
 
 The source is ops/cuda/relative_attention.cu, compiled at run time by NVRTC, which torch's CUDA wheels bring along, and
 kept in a cache folder (ops/nvrtc.py). bfloat16, head sizes 32, 64 and 128, at most 64 position slots, rows of any
-length; tensor cores through wgmma on Hopper (sm_90a) and mma.sync elsewhere from sm_80 on. Deterministic: no atomics,
-and the same inputs give the same bits on the same kind of GPU. Nothing here waits for the device, except the first call
+length; tensor cores through wgmma on Hopper (sm_90a) and mma.sync elsewhere from sm_80 on. A block keeps two stages of
+columns in shared memory, or one where two do not fit: 99 KiB (RTX 30 to 50, A10, L4, L40S) are enough for heads of 32
+and 64 and for the forward pass of heads of 128, whose backward pass needs 144 (A100). Deterministic: no atomics, and
+the same inputs give the same bits on the same kind of GPU. Nothing here waits for the device, except the first call
 for a device, head size, row length and dropout or none, which compiles or loads.
 
-    if wanted(query_key.device, query_key.dtype, head_dim, slots, drops):
+    if wanted(query_key.device, query_key.dtype, head_dim, slots, drops, trains):
         layout = fused_layout(document_ids, causal, bucket_size, max_position)       once for all layers
         context = fused_relative_attention(query_key, value, positions, layout, p, keys, columns)
 
@@ -14,90 +16,23 @@ HYBRID_FUSED_ATTENTION=0 in the environment makes models use the twin everywhere
 """
 
 import ctypes
-import os
-import warnings
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ops.attention import bucket
+from ops import nvrtc
 from ops.dropout import keep_scale
-from ops.nvrtc import Module
+from ops.fused_layout import TILE, FusedLayout, padded_length
+from ops.fused_layout import fused_layout as fused_layout
+from ops.nvrtc import Module, aligned, switched_off
 
+SWITCH = "HYBRID_FUSED_ATTENTION"
 _SOURCE = Path(__file__).parent / "cuda" / "relative_attention.cu"
-_TILE = 64  # rows of a block, columns of a step, and slots, in the source
 _THREADS = 128
 _HEAD_DIMS = (32, 64, 128)
-_NO_STEP = 2**30
-
-
-class FusedLayout(NamedTuple):
-    """What the kernels know of a batch, computed once for all layers; all on one device.
-
-    spans: int32 [B, T, 2], first and last + 1 token of each token's document (0, 0 for padding). causal: bool [B].
-    slots: int32 [2 P + 1] (P is T rounded up to a multiple of 64), slot of the distances -P .. P.
-    fragments: int32 [F, 32, 2], parts of the one-hot matrix [distance, slot] as operands of mma.m16n8k16: each 16
-        distances (16 k + 1 .. 16 k + 16) by a group of 8 slots. groups: int32 [8, 4], for each group the first and last
-        k with any of its slots, and what to add to k for the index of the fragment.
-    """
-
-    spans: Tensor
-    causal: Tensor
-    slots: Tensor
-    fragments: Tensor
-    groups: Tensor
-
-
-def fused_layout(document_ids: Tensor, causal: Tensor, bucket_size: int, max_position: int) -> FusedLayout:
-    """Layout from document_ids int [B, T] (negative: padding; a document is a run of equal ids) and causal bool [B]."""
-    tables = position_tables(document_ids.size(1), bucket_size, max_position, document_ids.device)
-    return FusedLayout(document_spans(document_ids), causal, *tables)
-
-
-def document_spans(document_ids: Tensor) -> Tensor:
-    """First and last + 1 token of the run of equal ids that each token is in: int [B, T] -> int32 [B, T, 2]."""
-    length = document_ids.size(1)
-    index = torch.arange(length, device=document_ids.device)
-    new = torch.ones_like(document_ids, dtype=torch.bool)
-    new[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    start = torch.where(new, index, 0).cummax(dim=1).values
-    last = new.roll(-1, dims=1)  # the next token begins a run; after the last one comes the first, which does
-    end = torch.where(last, index + 1, length).flip(1).cummin(dim=1).values.flip(1)
-    spans = torch.stack((start, end), dim=-1)
-    return spans.masked_fill_((document_ids < 0)[..., None], 0).int()
-
-
-@lru_cache(maxsize=64)
-def position_tables(
-    length: int, bucket_size: int, max_position: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """FusedLayout's slots, fragments and groups for rows of `length` tokens, made once."""
-    padded = -(-length // _TILE) * _TILE
-    distance = torch.arange(-padded, padded + 1)
-    slots = bucket(distance, bucket_size, max_position) + bucket_size - 1
-    # 16 * steps distances from 16 * first_step + 1 on: slots[padded + 1 + ...] is the slot of distance 1 + ...
-    first_step, steps = -padded // 16, padded // 8
-    by_step = slots[1:].view(steps, 16)
-    first_group, last_group = by_step[:, 0] // 8, by_step[:, -1] // 8
-    lane = torch.arange(32)
-    # Operand B: lane 4 g + t holds column g of rows 2 t, 2 t + 1 (first register) and 2 t + 8, 2 t + 9.
-    rows = (lane % 4 * 2)[:, None] + torch.tensor([0, 1, 8, 9])
-    fragments, groups = [], []
-    for group in range(_TILE // 8):
-        members = ((first_group <= group) & (group <= last_group)).nonzero().flatten()
-        if not len(members):
-            groups.append((_NO_STEP, -_NO_STEP, -_NO_STEP, 0))  # no steps, and an index that exists
-            continue
-        first, last = int(members[0]), int(members[-1])
-        groups.append((first + first_step, last + first_step, len(fragments) - first - first_step, 0))
-        for step in range(first, last + 1):
-            one = (by_step[step][rows] == (group * 8 + lane // 4)[:, None]).long() * 0x3F80  # bfloat16 1.0
-            fragments.append(torch.stack((one[:, 0] | one[:, 1] << 16, one[:, 2] | one[:, 3] << 16), dim=-1))
-    fragments.append(torch.zeros_like(fragments[0]))  # the kernel reads one ahead
-    return slots.int().to(device), torch.stack(fragments).int().to(device), torch.tensor(groups).int().to(device)
 
 
 def fused_relative_attention(
@@ -124,33 +59,43 @@ def fused_relative_attention(
     return context
 
 
-def wanted(device: torch.device, dtype: torch.dtype, head_dim: int, slots: int, drops: bool) -> bool:
-    """Whether a model whose queries are of `dtype` should use the kernels; `drops`: with dropout of probabilities.
+def wanted(device: torch.device, dtype: torch.dtype, head_dim: int, slots: int, drops: bool, trains: bool) -> bool:
+    """Whether a model whose queries are of `dtype` should use the kernels.
 
+    drops: with dropout of probabilities. trains: with a backward pass to come, which needs more shared memory.
     Not while torch.compile traces: then the layout would have to be part of the graph, and its tables are made on the
     host. Training compiles sublayers, which get the layout as an argument (training/compiling.py).
     """
-    chosen = os.environ.get("HYBRID_FUSED_ATTENTION", "1") != "0" and not torch.compiler.is_compiling()
-    return chosen and dtype == torch.bfloat16 and available(device, head_dim, slots, drops)
+    if torch.compiler.is_compiling() or switched_off(SWITCH) or dtype != torch.bfloat16:
+        return False
+    return available(device, head_dim, slots, drops, trains)
+
+
+def obstacle(device: torch.device, head_dim: int, slots: int, trains: bool) -> str:
+    """Why a device cannot run the kernels for these sizes; "" where it can. Compiles nothing."""
+    if problem := nvrtc.obstacle(device):
+        return problem
+    if head_dim not in _HEAD_DIMS:
+        return f"heads have {head_dim} features and not 32, 64 or 128"
+    if slots > TILE:
+        return f"position_bucket_size is {(slots + 1) // 2}, above {TILE // 2}"
+    limit = nvrtc.shared_memory(device)
+    if not _stages(head_dim, False, limit) or (trains and not _stages(head_dim, True, limit)):
+        need, kib = _shared_bytes(head_dim, trains, 1) / 1024, limit // 1024
+        return f"heads of {head_dim} features need {need:.0f} KiB of shared memory a block and the device has {kib}"
+    return ""
 
 
 @cache
-def available(device: torch.device, head_dim: int, slots: int, drops: bool = False) -> bool:
-    """Whether the kernels run there: a CUDA device of sm_80 or later and these sizes, compiled and loaded.
+def available(device: torch.device, head_dim: int, slots: int, drops: bool = False, trains: bool = True) -> bool:
+    """Whether the kernels run there: no obstacle, compiled and loaded (without `drops`, those that drop nothing).
 
     Warns where they should run but cannot be compiled or loaded.
     """
-    if device.type != "cuda" or head_dim not in _HEAD_DIMS or slots > _TILE or torch.version.hip is not None:
+    if obstacle(device, head_dim, slots, trains):
         return False
-    properties = torch.cuda.get_device_properties(device)
-    if properties.major < 8 or _shared_bytes(head_dim, True) > properties.shared_memory_per_block_optin:
-        return False
-    try:
-        _kernels(torch.cuda.current_device() if device.index is None else device.index, head_dim, drops)
-    except (OSError, RuntimeError, AttributeError) as problem:  # no library, it refuses, or it lacks a function
-        warnings.warn(f"attention runs without its CUDA kernels, several times slower: {problem}", stacklevel=2)
-        return False
-    return True
+    consequence = "relative attention runs without its CUDA kernels, several times slower"
+    return nvrtc.loads(lambda: _kernels(nvrtc.number_of(device), head_dim, drops), consequence)
 
 
 # The custom operators: what autograd and torch.compile see.
@@ -209,13 +154,15 @@ def _attention_backward(
     arguments = _Arguments(
         query_key, value, positions, spans, causal, slots, fragments, groups, dropout_p, dropout_keys, dropout_columns
     )
-    dcontext = dcontext.contiguous()
+    if dcontext.shape != value.shape or dcontext.dtype != value.dtype:
+        raise ValueError(f"fused attention was given a gradient {dcontext.dtype} {list(dcontext.shape)} of its context")
+    dcontext = aligned(dcontext)
     dquery_key, dvalue, dpositions = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query_key, value, positions)
     )
     heads, head_dim = value.shape[2:]
     parts = arguments.parts(True)
-    partial = torch.empty(2, heads, parts, _TILE, head_dim, dtype=torch.float32, device=value.device)
+    partial = torch.empty(2, heads, parts, TILE, head_dim, dtype=torch.float32, device=value.device)
     arguments.set(
         context=context,
         dcontext=dcontext,
@@ -350,13 +297,13 @@ class _Arguments:
         """Raise ValueError where the kernels would read what is not there."""
         batch, length, heads, head_dim = value.shape
         wrong = ""
-        if head_dim not in _HEAD_DIMS or positions.size(0) > _TILE:
+        if head_dim not in _HEAD_DIMS or positions.size(0) > TILE:
             wrong = f"heads of {head_dim} features and {positions.size(0)} slots; see available()"
         elif query_key.shape != (batch, length, 2, heads, head_dim) or positions.shape[1:] != (2, heads, head_dim):
             wrong = (
                 f"query_key {list(query_key.shape)}, positions {list(positions.shape)} and value {list(value.shape)}"
             )
-        elif spans.shape != (batch, length, 2) or slots.size(0) != 2 * (-(-length // _TILE) * _TILE) + 1:
+        elif spans.shape != (batch, length, 2) or slots.size(0) != 2 * padded_length(length) + 1:
             wrong = f"a layout of {list(spans.shape[:2])} tokens for value {list(value.shape)}"
         elif not (query_key.dtype == value.dtype == positions.dtype == torch.bfloat16):
             wrong = f"query_key {query_key.dtype}, value {value.dtype} and positions {positions.dtype}, not bfloat16"
@@ -380,7 +327,7 @@ class _Arguments:
 
     def parts(self, backward: bool) -> int:
         """Blocks per head: as many as run at once, or as there is work for."""
-        work = self.batch * -(-self.length // _TILE)
+        work = self.batch * -(-self.length // TILE)
         at_once = _kernels(self.device.index, self.head_dim, self.drops).blocks(backward)
         return max(1, min(work, at_once // self.heads))
 
@@ -400,16 +347,21 @@ class _Arguments:
 def _with_dense_heads(x: Tensor) -> Tensor:
     """x, or a copy of it in which [..., H, d] is dense and everything starts at 16-byte boundaries."""
     dense = x.stride(-1) == 1 and x.stride(-2) == x.size(-1) and x.data_ptr() % 16 == 0
-    return x if dense and all(stride % 8 == 0 for stride in x.stride()[:-1]) else x.contiguous()
+    return x if dense and all(stride % 8 == 0 for stride in x.stride()[:-1]) else aligned(x)
 
 
-def _shared_bytes(head_dim: int, backward: bool) -> int:
+def _shared_bytes(head_dim: int, backward: bool, stages: int) -> int:
     """Bytes of shared memory that a block takes: `Shared::bytes` in the source."""
-    tile = _TILE * head_dim * 2
-    tables = _TILE * (142 + 140) + 128 * 8 + _TILE * 4
+    tile = TILE * head_dim * 2
+    tables = TILE * (142 + 140) + 128 * 8 + TILE * 4
     if not backward:
-        return 7 * tile + tables
-    return 8 * tile + tables + 2 * _TILE * 4 + 128 + 4 * 16 * 176 + _TILE * 68 * 4
+        return (3 + 2 * stages) * tile + tables
+    return (4 + 2 * stages) * tile + tables + 2 * TILE * 4 + 128 + 4 * 16 * 176 + TILE * 68 * 4
+
+
+def _stages(head_dim: int, backward: bool, limit: int) -> int:
+    """Stages of columns for which `limit` bytes of shared memory are enough: 2, 1, or 0 where none fits."""
+    return next((stages for stages in (2, 1) if _shared_bytes(head_dim, backward, stages) <= limit), 0)
 
 
 # Compiling and loading
@@ -426,14 +378,22 @@ class _Kernels:
     )
 
     def __init__(self, device: int, head_dim: int, drops: bool) -> None:
-        self.module = Module(_SOURCE, [f"-DHEAD_DIM={head_dim}", f"-DDROPOUT={int(drops)}"], device)
-        self.shared = {}
+        limit = nvrtc.shared_memory(device)
+        stages = [_stages(head_dim, backward, limit) for backward in (False, True)]
+        defined = {"HEAD_DIM": head_dim, "DROPOUT": int(drops)}
+        defined |= {"FORWARD_STAGES": max(1, stages[0]), "BACKWARD_STAGES": max(1, stages[1])}
+        self.module = Module(_SOURCE, [f"-D{name}={value}" for name, value in defined.items()], device)
+        self.shared: dict[str, int] = dict.fromkeys(self._NAMES, 0)
+        self.at_once = [0, 0]
         with torch.cuda.device(device):
-            for name in self._NAMES:
-                self.shared[name] = 0 if name.endswith("reduce") else _shared_bytes(head_dim, "backward" in name)
-                if self.shared[name]:
-                    self.module.use_shared_memory(name, self.shared[name])
-            self.at_once = [self.module.blocks_at_once(name, _THREADS, self.shared[name]) for name in self._NAMES[:2]]
+            for name in self._NAMES[:3]:
+                backward = "backward" in name
+                if not stages[backward]:  # forwards alone, see `wanted`
+                    continue
+                self.shared[name] = _shared_bytes(head_dim, backward, stages[backward])
+                self.module.use_shared_memory(name, self.shared[name])
+                if name != self._NAMES[2]:
+                    self.at_once[backward] = self.module.blocks_at_once(name, _THREADS, self.shared[name])
 
     def blocks(self, backward: bool) -> int:
         """Blocks that the device runs at once."""

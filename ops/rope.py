@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.attention import attention_allowed
+from ops.attention import attention_allowed, document_starts
 
 # (query, key, value [tokens, H, d], boundaries int32 [documents + 1], longest possible document, causal) -> context
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
@@ -189,9 +189,7 @@ def _torch_varlen_kernel() -> VarlenKernel | None:
 def _boundaries(document_ids: Tensor, count: int | None) -> Tensor:
     """First token of each of at most `count` documents of rows [B, T], flattened, and then the number of tokens: int32
     [count + 1]. As many as there are, if None."""
-    starts = torch.ones_like(document_ids, dtype=torch.bool)
-    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    starts = starts.flatten()
+    starts = document_starts(document_ids).flatten()
     if count is None:
         return F.pad(starts.nonzero().flatten(), (0, 1), value=starts.numel()).to(torch.int32)
     # What starts no document goes to a place behind the last, which is cut off.

@@ -1,6 +1,8 @@
 """The fused attention kernels: their tables (on any machine), and on a GPU themselves against a float64 reference."""
 
 import math
+import weakref
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ops import fused_attention
-from ops.attention import bucket, relative_attention, relative_layout, relative_slots
+from ops import fused_attention, fused_layout
+from ops.attention import attention_allowed, bucket, relative_attention, relative_layout, relative_slots
 from ops.dropout import head_keys, keep_mask, keep_scale, mix64
+from ops.rope import varlen_layout
 
 # Layouts and tables
 
@@ -22,8 +25,9 @@ from ops.dropout import head_keys, keep_mask, keep_scale, mix64
 )
 def test_tables_are_the_buckets(length, bucket_size, max_position):
     """The slot of each distance, and the one-hot matrix put together from its fragments."""
-    slots, fragments, groups = fused_attention.position_tables(length, bucket_size, max_position, torch.device("cpu"))
-    padded = len(slots) // 2
+    padded = fused_layout.padded_length(length)
+    slots, fragments, groups = fused_layout.position_tables(padded, bucket_size, max_position, torch.device("cpu"))
+    assert len(slots) == 2 * padded + 1
     assert padded >= length
     assert padded % 64 == 0
     expected = relative_slots(length, bucket_size, max_position, torch.device("cpu"))
@@ -49,13 +53,45 @@ def test_buckets_are_antisymmetric_and_monotone(bucket_size, further):
     assert (buckets.diff() >= 0).all()
 
 
-def test_spans_are_the_documents():
-    ids = torch.tensor([[0, 0, 1, 1, 1, -1, -1], [3, 4, 4, 4, -1, 5, 5], [-1] * 7, [7] * 7])
-    spans = fused_attention.document_spans(ids)
+def test_tables_stay_where_they_are():
+    """A recorded CUDA graph keeps their addresses alone: other row lengths, however many, must not free them."""
+    ids = torch.zeros(1, 100, dtype=torch.int64)
+    layout = fused_attention.fused_layout(ids, torch.tensor([True]), 32, 512)
+    kept = [weakref.ref(table) for table in layout[2:]]
+    del layout
+    for length in range(1, 1500, 17):
+        fused_attention.fused_layout(ids.new_zeros(1, length), torch.tensor([True]), 32, 512)
+    assert all(table() is not None for table in kept)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Tensor:
+    """Rows in which ids come back, and padding may stand anywhere."""
+    batch, length = draw(st.integers(1, 3)), draw(st.integers(1, 40))
+    ids = st.lists(st.integers(-2, 2), min_size=length, max_size=length)
+    return torch.tensor([draw(ids) for _ in range(batch)])
+
+
+@given(ids=layouts())
+def test_a_document_is_a_run_of_one_id_everywhere(ids: Tensor):
+    """Spans (kernels), the mask (reference, SDPA) and boundaries (variable-length kernels) against the definition."""
+    batch, length = ids.shape
+    same = torch.zeros(batch, length, length, dtype=torch.bool)
+    for b, row in enumerate(ids.tolist()):
+        for i in range(length):
+            for j in range(length):
+                same[b, i, j] = row[i] >= 0 and len(set(row[min(i, j) : max(i, j) + 1])) == 1
+    spans, index = fused_layout.document_spans(ids), torch.arange(length)
     assert spans.dtype == torch.int32
-    index = torch.arange(7)
-    inside = (index >= spans[..., :1]) & (index < spans[..., 1:])
-    assert torch.equal(inside, (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, None] & (ids >= 0)[:, :, None])
+    assert torch.equal((index >= spans[..., :1]) & (index < spans[..., 1:]), same)
+    real = (ids >= 0)[:, :, None]
+    allowed = attention_allowed(ids, torch.zeros(batch, dtype=torch.bool))
+    assert torch.equal(allowed & real, same)
+    assert torch.equal(attention_allowed(ids, torch.ones(batch, dtype=torch.bool)) & real, same.tril())
+    assert allowed.diagonal(dim1=1, dim2=2).all(), "no row of scores is empty"
+    boundaries = varlen_layout(ids, False).boundaries[1]
+    document = torch.bucketize(torch.arange(batch * length), boundaries, right=True).view(batch, length)
+    assert torch.equal((document[:, :, None] == document[:, None]) & real, same)
 
 
 def test_a_machine_without_the_kernels_says_so():
@@ -83,10 +119,10 @@ def test_kernels_are_wanted_in_bfloat16_unless_switched_off(monkeypatch: pytest.
     monkeypatch.setattr(fused_attention, "available", lambda *_: True)
     monkeypatch.delenv("HYBRID_FUSED_ATTENTION", raising=False)
     device = torch.device("cuda", 0)
-    assert fused_attention.wanted(device, torch.bfloat16, 64, 63, True)
-    assert not fused_attention.wanted(device, torch.float32, 64, 63, True)
+    assert fused_attention.wanted(device, torch.bfloat16, 64, 63, True, True)
+    assert not fused_attention.wanted(device, torch.float32, 64, 63, True, True)
     monkeypatch.setenv("HYBRID_FUSED_ATTENTION", "0")
-    assert not fused_attention.wanted(device, torch.bfloat16, 64, 63, True)
+    assert not fused_attention.wanted(device, torch.bfloat16, 64, 63, True, True)
 
 
 def test_fake_operators_have_the_real_shapes():
@@ -136,6 +172,9 @@ class Case:
         self.positions = normal(2 * bucket_size - 1, 2, heads, head_dim)
         self.gradient = normal(batch, length, heads, head_dim)
         self.ids = (torch.zeros(batch, length, dtype=torch.int64) if ids is None else ids).cuda()
+        # Numbers of runs of one id, -1 for padding: what a document is.
+        runs = [torch.unique_consecutive(row, return_inverse=True)[1] for row in self.ids]
+        self.documents = torch.stack(runs).masked_fill(self.ids < 0, -1)
         self.causal = torch.arange(batch, device="cuda") % 2 == 1
         self.buckets, self.p = (bucket_size, max_position), p
         index = torch.arange(batch * length, device="cuda").view(batch, length) + seed * 1000
@@ -169,7 +208,7 @@ class Case:
         from_position = torch.einsum("bjhd,shd->bhjs", key, query_pos).gather(-1, slots.transpose(-1, -2))
         scores = (scores + from_position.transpose(-1, -2)) / math.sqrt(3 * head_dim)
         index = torch.arange(length, device="cuda")
-        allowed = (self.ids[:, :, None] == self.ids[:, None]) & (self.ids >= 0)[:, None]
+        allowed = torch.stack([(row[:, None] == row) & (row >= 0) for row in self.documents])
         allowed = (allowed & ((index[:, None] >= index) | ~self.causal[:, None, None])).unsqueeze(1)
         weights = torch.where(allowed, scores.masked_fill(~allowed, -math.inf).softmax(-1), 0.0)
         if self.keys is not None and self.columns is not None:
@@ -217,7 +256,7 @@ def check_against_twin(case: Case) -> None:
 
 @st.composite
 def document_ids(draw: st.DrawFn) -> Tensor:
-    """Rows of documents of random lengths, some of them one token long or padding."""
+    """Rows of documents of random lengths, some of them one token long or padding; ids may come back."""
     batch, length = draw(st.integers(1, 4)), draw(st.integers(1, 330))
     rows = []
     for _ in range(batch):
@@ -226,7 +265,8 @@ def document_ids(draw: st.DrawFn) -> Tensor:
         starts[cuts] = 1
         row = starts.cumsum(0)
         padding = draw(st.integers(0, 6))  # this document of the row, if it has so many
-        rows.append(row.masked_fill(row == padding, -1) if padding else row)
+        row = row.masked_fill(row == padding, -1) if padding else row
+        rows.append(torch.where(row > 2, row - 3, row) if draw(st.booleans()) else row)
     return torch.stack(rows)
 
 
@@ -242,6 +282,60 @@ def document_ids(draw: st.DrawFn) -> Tensor:
 )
 def test_kernels_are_the_formula(ids, heads, head_dim, buckets, p, seed):
     check(Case(*ids.shape, heads, head_dim, ids, *buckets, p, seed))
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], None]]:
+    """Compile for another architecture ("": the device's own) and for so many KiB of shared memory a block (0: all)."""
+
+    def forget() -> None:
+        for cached in (fused_attention.available, fused_attention._kernels):
+            cached.cache_clear()
+
+    def choose(architecture: str, kib: int) -> None:
+        monkeypatch.setenv("HYBRID_ARCHITECTURE", architecture)
+        monkeypatch.setenv("HYBRID_SHARED_MEMORY", str(kib or ""))
+        forget()
+
+    yield choose
+    monkeypatch.undo()
+    forget()
+
+
+# Of shared memory a block, in KiB: too little for two stages of columns in the backward pass, and enough for one.
+ONE_STAGE = {32: 75, 64: 99, 128: 163}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("architecture", ["", "sm_90"])
+def test_forms_for_other_devices(pretend: Callable[[str, int], None], architecture: str, stages: int, head_dim: int):
+    """What all but Hopper run (mma.sync: plain sm_90 has no wgmma), and one stage of columns."""
+    pretend(architecture, ONE_STAGE[head_dim] if stages == 1 else 0)
+    assert fused_attention.available(torch.device("cuda", 0), head_dim, 63, True)
+    kernels = fused_attention._kernels(torch.cuda.current_device(), head_dim, True)
+    assert kernels.shared["relative_attention_backward_keys"] == fused_attention._shared_bytes(head_dim, True, stages)
+    ids = torch.tensor([([0] * 70 + [1] * 5 + [-1] * 9 + [0] * 246), [0] * 330, [2] * 3 + [1] * 200 + [-1] * 127])
+    check(Case(3, 330, 3, head_dim, ids))
+    check(Case(2, 1, 1, head_dim))
+    check(Case(3, 77, 2, head_dim, None, 4, 12))
+    check_against_twin(Case(20, 256, 6, head_dim))
+    for first, second in zip(*(Case(9, 200, 3, head_dim).fused() for _ in range(2)), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ["", "sm_90"])
+def test_forwards_alone_where_there_is_no_room_for_more(pretend: Callable[[str, int], None], architecture: str):
+    pretend(architecture, 99)
+    device = torch.device("cuda", 0)
+    assert not fused_attention.available(device, 128, 63, False, True)
+    assert fused_attention.available(device, 128, 63, False, False)
+    case = Case(3, 200, 4, 128, p=0.0)
+    layout = fused_attention.fused_layout(case.ids, case.causal, *case.buckets)
+    context = fused_attention.fused_relative_attention(case.query_key, case.value, case.positions, layout)
+    assert errors([context], case.exact()[:1])[0] < 1.2e-2
 
 
 @pytest.mark.gpu

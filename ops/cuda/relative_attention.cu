@@ -1,5 +1,5 @@
 // Disentangled relative attention, forward and backward. Compiled at run time by ops/fused_attention.py, which defines
-// HEAD_DIM (32, 64 or 128) and DROPOUT (0 or 1) and documents the arguments.
+// HEAD_DIM (32, 64 or 128), DROPOUT (0 or 1), FORWARD_STAGES and BACKWARD_STAGES (1 or 2), and documents the arguments.
 //
 // A block of four warps owns 64 rows of one head and walks over tiles of 64 columns. Rows are queries and columns keys
 // in the forward kernel and in the kernel of dQ; they are keys and queries in the kernel of dK and dV. Everything is
@@ -42,14 +42,16 @@ constexpr int COLUMN_STRIDE = 140;                       // and of the column ta
 constexpr int SKEW_STRIDE = 176;
 constexpr int DT_STRIDE = 68;                            // floats
 
-// Shared memory, in bytes from its start. Tiles come first: they must be aligned to 1024.
+// Shared memory, in bytes from its start. Tiles come first: they must be aligned to 1024. With two stages the next
+// columns are on their way while these are computed on; one stage is for devices with little shared memory.
 template <bool BACKWARD>
 struct Shared {
+  static constexpr int stages = BACKWARD ? BACKWARD_STAGES : FORWARD_STAGES;
   static constexpr int own = 0;
   static constexpr int own_position = (BACKWARD ? 2 : 1) * TILE_BYTES;
   static constexpr int column_position = own_position + TILE_BYTES;
-  static constexpr int columns = column_position + TILE_BYTES;    // two stages of two tiles
-  static constexpr int own_table = columns + 4 * TILE_BYTES;
+  static constexpr int columns = column_position + TILE_BYTES;    // stages of two tiles
+  static constexpr int own_table = columns + stages * 2 * TILE_BYTES;
   static constexpr int column_table = own_table + TILE * OWN_STRIDE;
   static constexpr int slots = column_table + TILE * COLUMN_STRIDE;  // uint2 [128]: byte offsets of u(e), u(e + 1)
   static constexpr int column_hash = slots + 128 * 8;             // int [64]
@@ -489,14 +491,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) relative_attention_forward
     float max_top = -INF, max_bottom = -INF, sum_top = 0, sum_bottom = 0;
 
     for (int tile = range.x; tile < range.y; ++tile) {
-      const int first = tile * TILE, stage = S::columns + ((tile - range.x) & 1) * 2 * TILE_BYTES;
+      const int first = tile * TILE, stage = S::columns + ((tile - range.x) & (S::stages - 1)) * 2 * TILE_BYTES;
       const int e = first - item.first - 63 + (int)threadIdx.x;
       const int u0 = p.slots[e + p.padded], u1 = p.slots[min(e + 1, p.padded) + p.padded];
       int hash = 0;
       if (DROPOUT && threadIdx.x < TILE) hash = first + threadIdx.x < p.length ? p.column_hash[first + threadIdx.x] : 0;
       wait_copies();
       __syncthreads();
-      if (tile + 1 < range.y) {
+      if (S::stages == 2 && tile + 1 < range.y) {
         const int next = S::columns + ((tile - range.x + 1) & 1) * 2 * TILE_BYTES;
         load_tile(next, key, p.qk_token, first + TILE, p.length);
         load_tile(next + TILE_BYTES, value, p.v_token, first + TILE, p.length);
@@ -579,6 +581,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) relative_attention_forward
       commit_products();
       wait_products<0>();
       fence_registers(out);
+      if (S::stages == 1 && tile + 1 < range.y) {
+        __syncthreads();  // nobody needs these columns any more
+        load_tile(stage, key, p.qk_token, first + TILE, p.length);
+        load_tile(stage + TILE_BYTES, value, p.v_token, first + TILE, p.length);
+        commit_copies();
+      }
     }
 
 #pragma unroll
@@ -689,7 +697,7 @@ __device__ __forceinline__ void backward(const Params &p) {
     for (int n = 0; n < (KEYS ? N_TILES : 1); ++n) dright[n][0] = dright[n][1] = dright[n][2] = dright[n][3] = 0;
 
     for (int tile = range.x; tile < range.y; ++tile) {
-      const int first = tile * TILE, stage = S::columns + ((tile - range.x) & 1) * 2 * TILE_BYTES;
+      const int first = tile * TILE, stage = S::columns + ((tile - range.x) & (S::stages - 1)) * 2 * TILE_BYTES;
       const int e = first - item.first - 63 + (int)threadIdx.x;
       const int u0 = p.slots[e + p.padded], u1 = p.slots[min(e + 1, p.padded) + p.padded];
       int hash = 0;
@@ -703,7 +711,7 @@ __device__ __forceinline__ void backward(const Params &p) {
       }
       wait_copies();
       __syncthreads();
-      if (tile + 1 < range.y) {
+      if (S::stages == 2 && tile + 1 < range.y) {
         const int next = S::columns + ((tile - range.x + 1) & 1) * 2 * TILE_BYTES;
         load_tile(next, left_columns, left_token, first + TILE, p.length);
         load_tile(next + TILE_BYTES, right_columns, right_token, first + TILE, p.length);
@@ -790,6 +798,13 @@ __device__ __forceinline__ void backward(const Params &p) {
       if constexpr (KEYS) add_product(dright, p_left, stage + TILE_BYTES);
       add_product(dleft, ds_left, stage);
       commit_products();
+      if (S::stages == 1 && tile + 1 < range.y) {
+        wait_products<0>();
+        __syncthreads();  // nobody needs these columns any more
+        load_tile(stage, left_columns, left_token, first + TILE, p.length);
+        load_tile(stage + TILE_BYTES, right_columns, right_token, first + TILE, p.length);
+        commit_copies();
+      }
 
       // dT += skewed dS @ one-hot. The skewed tile's distances are five steps of 16, from 16 * step0 + 1.
       __syncwarp();
