@@ -4,7 +4,10 @@
 
 Each case is a run of its own on synthetic shards: loader, masks, forward, backward, clipping, optimizer, EMA, logging.
 Prints the median over the steps after `--skip`, the smallest and largest, peak memory, and model FLOP/s over those of a
-bf16 matrix product measured first. With --parts also where the device's time goes (benchmarks/step_parts.py).
+bf16 matrix product measured first; and, watched from outside, the mean by the wall clock over those steps and the most
+device memory in use. With --parts also where the device's time goes (benchmarks/step_parts.py). With --ramp each case
+also with a batch that grows fourfold over the run, as in the published recipe, with the same mean: --accumulation 1
+--steps 3000 --skip 20 --ramp is every step a micro-batch, and every few steps another number of rows.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from itertools import accumulate, product
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
@@ -31,10 +37,13 @@ from training.summary import peak_flops
 _ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_case(inputs: Path, config: str, seq_length: int, options: argparse.Namespace, extra: list[str]) -> dict:
+def run_case(
+    inputs: Path, config: str, seq_length: int, options: argparse.Namespace, extra: list[str], ramp: bool
+) -> dict:
     """One run; returns its rates. Raises RuntimeError with the run's output where it fails."""
-    rows = options.tokens // seq_length
-    name = f"T{seq_length}" + "".join(extra).replace("--", "_").replace("=", "_")
+    # From a quarter of its last size a batch that grows evenly has on average 5/8 of it.
+    rows = options.tokens // seq_length * 8 // 5 if ramp else options.tokens // seq_length
+    name = f"T{seq_length}" + "_ramp" * ramp + "".join(extra).replace("--", "_").replace("=", "_")
     output = inputs / "runs"
     flags = [
         f"--train_path={inputs / 'train.shard'}",
@@ -45,43 +54,85 @@ def run_case(inputs: Path, config: str, seq_length: int, options: argparse.Names
         f"--local_batch_size={rows}",
         f"--global_batch_size={rows * options.accumulation}",
         "--length_milestones=",
-        "--batch_reduction=1",
+        f"--batch_reduction={4 if ramp else 1}",
         "--save_every=0",
         "--validate_every=0",
         "--wandb_mode=disabled",
         f"--device={options.device}",
         *extra,
     ]
-    _run("train_single_gpu.py", [*flags, f"--name={name}", f"--max_steps={options.steps}"])
-    lines = [line for line in read_metrics(output / name / "metrics.jsonl") if line["step"] > options.skip]
+    metrics = output / name / "metrics.jsonl"
+    watched = _Watch(metrics, options.skip)
+    _run("train_single_gpu.py", [*flags, f"--name={name}", f"--max_steps={options.steps}"], watched.look)
+    lines = [line for line in read_metrics(metrics) if line["step"] > options.skip]
     parts = {}
     if options.parts:
         parts = json.loads(_run("benchmarks/step_parts.py", [*flags, f"--name={name}_parts", "--max_steps=6"]))
-    step_tokens = rows * options.accumulation * seq_length
     rates = [line["stats/tokens_per_second"] for line in lines]
     return {
         "seq_length": seq_length,
+        "ramp": ramp,
         "flags": extra,
+        "mean_tokens_per_second": watched.mean(lines),
+        "memory_in_use_gib": watched.memory / 2**30,
         "tokens_per_second": statistics.median(rates),
         "slowest": min(rates),
         "fastest": max(rates),
         "mfu": statistics.median(line.get("stats/mfu", 0.0) for line in lines),
         "peak_memory_gib": max(line.get("stats/peak_memory_gib", 0.0) for line in lines),
         "loader_wait_share": statistics.median(
-            line["stats/loader_wait_seconds"] * line["stats/tokens_per_second"] / step_tokens for line in lines
+            line["stats/loader_wait_seconds"]
+            * line["stats/tokens_per_second"]
+            / (line["stats/global_batch_size"] * seq_length)
+            for line in lines
         ),
         "first_step_seconds": _first_step_seconds(output / name),
         "parts_ms_a_step": parts,
     }
 
 
-def _run(script: str, flags: list[str]) -> str:
-    """Run a script of ours; returns what it prints. Raises RuntimeError with its output where it fails."""
+class _Watch:
+    """What can be seen of a run from outside, at any call of `look`: when which step was done, and memory in use."""
+
+    def __init__(self, metrics: Path, skip: int):
+        self._metrics, self._skip = metrics, skip
+        self._seen: list[tuple[float, int]] = []  # moments, and bytes of metrics.jsonl by then
+        self.memory = 0  # the most that was in use on the device, in bytes, by whomever
+
+    def look(self) -> None:
+        """Note what is there now."""
+        if self._metrics.exists():
+            self._seen.append((time.perf_counter(), self._metrics.stat().st_size))
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            self.memory = max(self.memory, total - free)
+
+    def mean(self, lines: list[dict]) -> float:
+        """Tokens per second by the wall clock from step `skip` to the last."""
+        ends = list(accumulate(len(line) for line in self._metrics.read_bytes().splitlines(keepends=True)))
+        first, last = ends[self._skip - 1] if self._skip else 0, ends[-1]
+        begin = next(moment for moment, size in self._seen if size >= first)
+        end = next(moment for moment, size in self._seen if size >= last)
+        return sum(line["stats/global_batch_size"] * line["stats/seq_length"] for line in lines) / (end - begin)
+
+
+def _run(script: str, flags: list[str], look: Callable[[], None] | None = None) -> str:
+    """Run a script of ours, calling `look` every few milliseconds; returns what it prints. Raises RuntimeError with its
+    output where it fails."""
     command = [sys.executable, str(_ROOT / script), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return done.stdout
+    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as told:
+        process = subprocess.Popen(command, stdout=printed, stderr=told, text=True)
+        while process.poll() is None:
+            if look is not None:
+                look()
+            time.sleep(0.005)
+        if look is not None:
+            look()
+        printed.seek(0), told.seek(0)
+        output, errors = printed.read(), told.read()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{output[-2000:]}{errors[-4000:]}")
+    return output
 
 
 def _first_step_seconds(run: Path) -> float:
@@ -114,6 +165,7 @@ def main() -> int:
         default=[],
         help="further flags of the script; each occurrence is a case of its own",
     )
+    parser.add_argument("--ramp", action="store_true", help="each case also with a batch that grows fourfold")
     parser.add_argument("--parts", action="store_true", help="profile each case too")
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()
@@ -128,20 +180,22 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         vocab_size = ModelConfig.from_json(options.config).vocab_size
         inputs = write_inputs(Path(folder), vocab_size, 20_000_000)
-        for variant in options.variant or [""]:
-            for seq_length in options.seq_length:
-                case = run_case(inputs, options.config, seq_length, options, variant.split())
-                case["mfu_of_matmul"] = case["mfu"] * peak / ceiling if peak and ceiling else 0.0
-                results.append(case)
-                print(
-                    f"T={seq_length:<4} {variant:<30} {case['tokens_per_second']:>10,.0f} tok/s "
-                    f"({case['slowest']:,.0f} - {case['fastest']:,.0f})  MFU {case['mfu_of_matmul']:.1%} of a matmul  "
-                    f"memory {case['peak_memory_gib']:.1f} GiB  waiting for data {case['loader_wait_share']:.1%}",
-                    flush=True,
-                )
-                total = sum(case["parts_ms_a_step"].values())
-                for part, milliseconds in case["parts_ms_a_step"].items():
-                    print(f"    {part:<40} {milliseconds:8.2f} ms a step  {milliseconds / total:6.1%}", flush=True)
+        ramps = (False, True) if options.ramp else (False,)
+        for variant, seq_length, ramp in product(options.variant or [""], options.seq_length, ramps):
+            case = run_case(inputs, options.config, seq_length, options, variant.split(), ramp)
+            case["mfu_of_matmul"] = case["mfu"] * peak / ceiling if peak and ceiling else 0.0
+            results.append(case)
+            print(
+                f"T={seq_length:<4} {'ramp ' * ramp + variant:<30} {case['tokens_per_second']:>10,.0f} tok/s "
+                f"({case['slowest']:,.0f} - {case['fastest']:,.0f}; mean by the clock "
+                f"{case['mean_tokens_per_second']:,.0f})  MFU {case['mfu_of_matmul']:.1%} of a matmul  memory "
+                f"{case['peak_memory_gib']:.1f} GiB (in use {case['memory_in_use_gib']:.1f})  waiting for data "
+                f"{case['loader_wait_share']:.1%}",
+                flush=True,
+            )
+            total = sum(case["parts_ms_a_step"].values())
+            for part, milliseconds in case["parts_ms_a_step"].items():
+                print(f"    {part:<40} {milliseconds:8.2f} ms a step  {milliseconds / total:6.1%}", flush=True)
     write_results(options, matmul_tflops=ceiling / 1e12, results=results)
     return 0
 

@@ -144,6 +144,19 @@ class BatchBuilder:
         per_micro_batch = micro_batch_rows(local_batch_size, self.plan.seq_length, plan.seq_length)
         return StepBatch(plan, parts[0] if len(parts) == 1 else _concatenate(parts), per_micro_batch)
 
+    def like(
+        self, batch: RowBatch, step: int, rank: int, world_size: int, split: str, local_batch_size: int
+    ) -> StepBatch:
+        """What `step` gives for the rows of `rank`, in shape alone: made of the tokens of `batch`, reading nothing."""
+        plan, parts = self.plan.step(step), []
+        for share in rank_share(plan, rank, world_size, split):
+            shape = (len(share), plan.seq_length + 1)
+            origins = None if batch.origins is None else np.resize(batch.origins.numpy(), shape)
+            tokens, keys = np.resize(batch.tokens.numpy(), shape), np.resize(batch.row_keys.numpy(), len(share))
+            parts.append(_pack(tokens, keys, share.objective, plan.mask_p, self.options, origins))
+        per_micro_batch = micro_batch_rows(local_batch_size, self.plan.seq_length, plan.seq_length)
+        return StepBatch(plan, parts[0] if len(parts) == 1 else _concatenate(parts), per_micro_batch)
+
 
 def _concatenate(parts: list[RowBatch]) -> RowBatch:
     def join(name: str) -> Any:

@@ -183,6 +183,10 @@ class DataPlan:
         """Rows in the smallest global batch of the run."""
         return int(self._rows.min())
 
+    def largest_step(self, begin: int, end: int) -> int:
+        """The step with most rows among `begin` .. `end` - 1."""
+        return begin + int(self._rows[begin:end].argmax())
+
     @property
     def longest_row(self) -> int:
         """Largest row length of the run in tokens."""

@@ -3,7 +3,8 @@
 A micro-step is more than a thousand kernels, many of them shorter than the time the host needs to launch them. A graph
 launches all of them at once. What changes from one replay to the next lies in tensors that are copied into the graph's
 own: tokens, keys, weights of targets. What decides the kernels is the key by which graphs are kept: the shape of the
-batch, whether masks are drawn, and the places for targets in the head, of which there are a few sizes.
+batch, whether masks are drawn, and the places for targets in the head. Of each there are a few sizes: a batch that has
+fewer rows is filled up with padding, which has no targets, so that a growing batch meets a new shape now and then only.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from data.loader import TENSORS, RowBatch
-from data.masking import MaskingOptions, ModelInputs
+from data.masking import PADDING, MaskingOptions, ModelInputs
 from data.plan import MASKED
 from model import ModelConfig
 from training.config import TrainingConfig
@@ -27,7 +28,8 @@ from training.distributed import World
 from training.objective import training_loss
 from training.parallel import Gradients
 
-_SIZES = 32  # of the head's places for targets, between none and all positions
+_SIZES = 64  # of the head's places for targets, between none and all positions
+_ROW_SIZES = 32  # of a batch, between a power of two and the next: on average 1 % of rows are padding
 _GRAPHS = 16  # kept; the one unused for longest goes first
 
 
@@ -46,6 +48,13 @@ def choose_slots(count: int, positions: int, known: Iterable[int]) -> int:
     unit = -(-positions // _SIZES)
     enough = [slots for slots in known if count <= slots <= count + 2 * unit]
     return min(enough) if enough else min(positions, (count // unit + 2) * unit)
+
+
+def choose_rows(rows: int, known: Iterable[int]) -> int:
+    """Rows of the CUDA graph that runs a batch of `rows`: of the `known` sizes, if one is little too large."""
+    unit = max(1, (1 << rows.bit_length() - 1) // _ROW_SIZES)
+    enough = [size for size in known if rows <= size < rows + unit]
+    return min(enough) if enough else -(-rows // unit) * unit
 
 
 class MicroSteps:
@@ -67,8 +76,10 @@ class MicroSteps:
         self.sums = torch.zeros(2, 4, dtype=torch.float64, device=device)
         self._weights = torch.zeros(2, device=device)
         self._step_key = torch.zeros((), dtype=torch.int64, device=device)
-        self._graphs: dict[Any, _Recording | None] = {}
-        self._pool = torch.cuda.graph_pool_handle() if record else None
+        self._graphs: dict[tuple, _Graph | None] = {}
+        self._compiled: set[int] = set()  # row lengths for which all is compiled, so that they can be captured at once
+        self._pool: Any = None  # memory that all graphs share, and the stream on which they are captured
+        self._stream: torch.cuda.Stream | None = None
 
     def begin(self, step_key: int, per_target: tuple[float, float]) -> None:
         """Begin a step: its dropout key (int64), and what a target of each objective weighs."""
@@ -82,45 +93,70 @@ class MicroSteps:
 
         last: of a step; gradients are then summed over ranks.
         """
-        count = int(batch.targets.sum())
-        if not self.records or not count:
+        if not self.records or not batch.targets.any():
             return self._run(batch, None, last)
-        kind = (batch.tokens.shape, batch.origins is None, bool(batch.targets[MASKED].any()))
-        known = [slots for *other, slots in self._graphs if tuple(other) == kind]
-        slots = choose_slots(count, batch.tokens[:, 1:].numel(), known)
-        key = (*kind, slots)
-        if key not in self._graphs:  # the first time, compilers and libraries do what cannot be recorded
-            self._graphs[key] = None
-            return self._run(batch, slots, last)
-        recording = self._graphs.pop(key)
-        if recording is None:
-            try:
-                recording = self._record(batch, slots)
-            except RuntimeError as problem:  # nothing of it has run
-                reason = str(problem).splitlines()[0]
-                warnings.warn(f"micro-steps run without CUDA graphs, slower for short rows: {reason}", stacklevel=2)
-                self.records = False
-                self._graphs.clear()
-                return self._run(batch, slots, last)
-        self._graphs[key] = recording  # now the newest
+        key = self._key(batch)
+        graph = self._graphs.get(key) or self._try_capture(key, batch)
+        if graph is None:
+            return self._run(batch, min(key[-1], batch.tokens[:, 1:].numel()), last)
+        del self._graphs[key]
+        self._graphs[key] = graph  # now the newest
         if len(self._graphs) > _GRAPHS:
             del self._graphs[next(iter(self._graphs))]
-        recording.replay(batch)
+        graph.replay(batch)
         if last:
-            self._gradients.sum_replayed(recording.marks)
+            self._gradients.sum_replayed(graph.marks)
         return None
 
     def warm_up(self, batches: Iterable[RowBatch]) -> None:
         """Compile what such micro-batches need, without a trace in gradients; ranks exchange nothing.
 
         Compilers make of a size that has changed once a variable. So the first batch is taken with a row less, too, as
-        the last of a step may be, which also changes the number of targets.
+        the last of a step may be, which also changes the number of targets. Where graphs are captured, so are those of
+        the largest batches, which first take all the memory that smaller ones then share.
         """
-        for number, batch in enumerate(batches):
+        largest = list(batches)
+        for number, batch in enumerate(largest):
             for part in (batch, batch.slice(0, len(batch) - 1)) if number == 0 and len(batch) > 2 else (batch,):
-                if count := int(part.targets.sum()):
-                    self._run(part, choose_slots(count, part.tokens[:, 1:].numel(), ()), last=False)
+                if part.targets.any():
+                    self._run(part, None, last=False)
         self._gradients.zero()
+        if not self.records:
+            return
+        torch.cuda.empty_cache()  # graphs have memory of their own
+        self._compiled.update(batch.tokens.shape[1] for batch in largest)
+        for batch in sorted(largest, key=lambda batch: batch.tokens.numel(), reverse=True):
+            if batch.targets.any():
+                self._graphs[key] = self._try_capture(key := self._key(batch), batch)
+
+    def _key(self, batch: RowBatch) -> tuple:
+        """What decides the kernels of a batch: its graph's row length, inputs, number of rows, places for targets."""
+        kind = (batch.tokens.shape[1], batch.origins is None, bool(batch.targets[MASKED].any()))
+        rows = choose_rows(len(batch), {rows for *other, rows, _ in self._graphs if tuple(other) == kind})
+        known = [slots for *other, slots in self._graphs if tuple(other) == (*kind, rows)]
+        # As many targets as full rows would have, so that batches of a few rows less have the same graph.
+        count = -(-int(batch.targets.sum()) * rows // len(batch))
+        return (*kind, rows, choose_slots(count, rows * (batch.tokens.shape[1] - 1), known))
+
+    def _try_capture(self, key: tuple, batch: RowBatch) -> _Graph | None:
+        """The graph of `key`, or None where the batch is to run kernel by kernel.
+
+        That is so once for each key of a row length that `warm_up` has not seen (compilers and libraries do what cannot
+        be captured), or where a capture has failed (nothing of it has run); the second failure ends captures for good.
+        """
+        first = key not in self._graphs
+        self._graphs.setdefault(key, None)
+        if first and key[0] not in self._compiled:
+            return None
+        try:
+            return self._capture(batch, *key[-2:])
+        except RuntimeError as problem:
+            if not first:
+                reason = str(problem).splitlines()[0]
+                warnings.warn(f"micro-steps run without CUDA graphs, slower for short rows: {reason}", stacklevel=2)
+                self.records = False
+                self._graphs.clear()
+            return None
 
     def _run(self, batch: RowBatch, slots: int | None, last: bool) -> ModelInputs:
         loss, inputs = self._forward(batch, slots)
@@ -137,29 +173,47 @@ class MicroSteps:
         self.sums += part
         return loss, inputs
 
-    def _record(self, batch: RowBatch, slots: int) -> _Recording:
-        own = dataclasses.replace(batch, **{name: _clone(getattr(batch, name)) for name in TENSORS})
+    def _capture(self, batch: RowBatch, rows: int, slots: int) -> _Graph:
+        own = dataclasses.replace(batch, **{name: _room(getattr(batch, name), rows) for name in TENSORS})
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as the loader's, may do as they like meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with self._capturing(graph):
             loss, _ = self._forward(own, slots)
             with self._gradients.marked() as marks:
                 loss.backward()
-        return _Recording(graph, own, marks)
+        return _Graph(graph, own, marks)
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """torch.cuda.graph, but it neither waits for the device, which goes on with the steps before, nor empties the
+        allocator's cache. Other threads, such as the loader's, may do as they like meanwhile."""
+        if self._stream is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Recording:
+class _Graph:
     graph: torch.cuda.CUDAGraph
-    batch: RowBatch  # what the graph reads
+    batch: RowBatch  # what the graph reads; rows beyond those of a replay's batch are padding
     marks: list[torch.cuda.Event]  # see Gradients.marked
 
     def replay(self, batch: RowBatch) -> None:
+        rows = len(batch)
         for name in TENSORS:
             if (tensor := getattr(self.batch, name)) is not None:
-                tensor.copy_(getattr(batch, name))
+                tensor[:rows].copy_(getattr(batch, name))
+        if rows < len(self.batch):
+            self.batch.tokens[rows:].fill_(PADDING)
+            self.batch.mask_counts[rows:].zero_()
         self.graph.replay()
 
 
-def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.clone()
+def _room(tensor: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor.new_zeros(rows, *tensor.shape[1:])

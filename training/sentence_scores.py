@@ -25,6 +25,7 @@ from training.distributed import World
 Model = Callable[[Tensor, Tensor, bool, Tensor], Tensor]
 _SPECIAL = -1  # the word that <s> and </s> belong to
 _LABELS_AT_ONCE = 4096
+_SIZES = 64  # of the labels of a batch
 
 
 @dataclass(frozen=True)
@@ -230,5 +231,8 @@ def _assemble(
     document_ids = np.full(layout.rows * layout.length, -1, np.int64)
     input_ids[place], document_ids[place] = ids, owner
     shape = (layout.rows, layout.length)
+    # The last one again up to one of few sizes, so that the allocator finds again what it had before.
+    again = (0, -len(positions) % -(-layout.rows * layout.length // _SIZES))
+    positions, scored = np.pad(positions, again, mode="edge"), np.pad(scored, again, mode="edge")
     arrays = (input_ids.reshape(shape), document_ids.reshape(shape), positions, sentences.ids[scored], scored)
     return _Batch(*(torch.from_numpy(array) for array in arrays))

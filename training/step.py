@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from data.hashing import signed
-from data.loader import StepBatch
+from data.loader import RowBatch, StepBatch
 from data.masking import fingerprint
 from data.plan import CAUSAL, MASKED, OBJECTIVES
 from model import LTGBert
@@ -79,15 +79,24 @@ def agree(world: World, batch: StepBatch, wants_stop: bool) -> tuple[tuple[int, 
 def warm_up(state: TrainState, inputs: Inputs, world: World, split: str) -> str:
     """Compile for every row length that is still to come, so that no step has to; returns what was done, in words.
 
-    Takes real micro-batches, and so also shows before the first step whether the largest fit into the device's memory.
+    Takes micro-batches as large as any that will come, and so also shows before the first step whether they fit into
+    the device's memory.
     """
-    began = time.monotonic()
-    starts = [max(a, state.step) for a, b in pairwise(inputs.plan.length_changes()) if b > state.step]
+    began, plan = time.monotonic(), inputs.plan
+    spans = [(max(a, state.step), b) for a, b in pairwise(plan.length_changes()) if b > state.step]
     arguments = (world.rank, world.size, split, inputs.config.local_batch_size)
-    batches = [inputs.builder.step(start, *arguments) for start in starts]
-    state.micro_steps.warm_up(next(batch.micro_batches(world.device)) for batch in batches if len(batch.batch))
-    lengths = ", ".join(str(batch.plan.seq_length) for batch in batches)
+    first = inputs.builder.step(state.step, *arguments).batch
+    largest = [inputs.builder.like(first, plan.largest_step(*span), *arguments) for span in spans]
+    state.micro_steps.warm_up(part for batch in largest for part in _first_and_fullest(batch, world.device))
+    lengths = ", ".join(str(batch.plan.seq_length) for batch in largest)
     return f"compiled for rows of {lengths} tokens in {time.monotonic() - began:.1f} s"
+
+
+def _first_and_fullest(batch: StepBatch, device: torch.device) -> list[RowBatch]:
+    """A micro-batch of masked rows, where there are some, and one with as many targets as any."""
+    parts = list(batch.micro_batches(device))
+    fullest = max(range(len(parts)), key=lambda i: parts[i].targets.sum())
+    return [parts[i] for i in sorted({0, fullest})]
 
 
 def train_step(

@@ -12,6 +12,7 @@ from torch import nn
 from data.loader import ValidationSet, micro_batch_rows
 from data.plan import OBJECTIVES
 from training.distributed import World
+from training.micro_step import choose_slots
 from training.minimal_pairs import PairScorer, evaluate_pairs
 from training.objective import evaluate, sums_by_objective
 from training.report_samples import Sampler, from_corpus, labelled
@@ -36,7 +37,9 @@ def validate(
         for batch in held_out.batches(objective, world.rank, world.size, rows):
             inputs = batch.to(world.device).inputs(held_out.options)
             with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=autocast):
-                scores, which = evaluate(model, inputs, int(batch.targets.sum()), None)
+                # Of few sizes, so that the allocator finds again what it had before.
+                slots = choose_slots(int(batch.targets.sum()), inputs.labels.numel(), ())
+                scores, which = evaluate(model, inputs, slots, None)
             sums += sums_by_objective(scores, which)
     model.train(was_training)
     metrics = {}
