@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import accumulate, product
+from itertools import accumulate
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
@@ -43,7 +43,7 @@ def run_case(
     """One run; returns its rates. Raises RuntimeError with the run's output where it fails."""
     # From a quarter of its last size a batch that grows evenly has on average 5/8 of it.
     rows = options.tokens // seq_length * 8 // 5 if ramp else options.tokens // seq_length
-    name = f"T{seq_length}" + "_ramp" * ramp + "".join(extra).replace("--", "_").replace("=", "_")
+    name = f"T{seq_length}" + ("_ramp" if ramp else "") + "".join(extra).replace("--", "_").replace("=", "_")
     output = inputs / "runs"
     flags = [
         f"--train_path={inputs / 'train.shard'}",
@@ -181,12 +181,14 @@ def main() -> int:
         vocab_size = ModelConfig.from_json(options.config).vocab_size
         inputs = write_inputs(Path(folder), vocab_size, 20_000_000)
         ramps = (False, True) if options.ramp else (False,)
-        for variant, seq_length, ramp in product(options.variant or [""], options.seq_length, ramps):
+        variants = options.variant or [""]
+        for variant, seq_length, ramp in [(v, s, r) for v in variants for s in options.seq_length for r in ramps]:
+            kind = f"{'ramp ' if ramp else ''}{variant}"
             case = run_case(inputs, options.config, seq_length, options, variant.split(), ramp)
             case["mfu_of_matmul"] = case["mfu"] * peak / ceiling if peak and ceiling else 0.0
             results.append(case)
             print(
-                f"T={seq_length:<4} {'ramp ' * ramp + variant:<30} {case['tokens_per_second']:>10,.0f} tok/s "
+                f"T={seq_length:<4} {kind:<30} {case['tokens_per_second']:>10,.0f} tok/s "
                 f"({case['slowest']:,.0f} - {case['fastest']:,.0f}; mean by the clock "
                 f"{case['mean_tokens_per_second']:,.0f})  MFU {case['mfu_of_matmul']:.1%} of a matmul  memory "
                 f"{case['peak_memory_gib']:.1f} GiB (in use {case['memory_in_use_gib']:.1f})  waiting for data "
