@@ -128,7 +128,8 @@ def _run(script: str, flags: list[str], look: Callable[[], None] | None = None) 
             time.sleep(0.005)
         if look is not None:
             look()
-        printed.seek(0), told.seek(0)
+        printed.seek(0)
+        told.seek(0)
         output, errors = printed.read(), told.read()
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{output[-2000:]}{errors[-4000:]}")
