@@ -4,6 +4,7 @@ Parameters have the published names. Tensors are batch first: B rows of T new to
 ones), H heads of d features, D = H * d, S = 2 * position_bucket_size - 1 relative positions.
 """
 
+import copy
 import math
 
 import torch
@@ -35,12 +36,11 @@ def attention_allowed(
 ) -> Tensor:
     """Bool [B, 1, T, K]: new query i may attend key j. Nothing is allowed to padding and nothing attends it.
 
-    attention_mask: [B, K] with 0 at padding; [B or 1, 1, T, at least K], boolean or additive, is taken as it is.
+    attention_mask: [B, K] with 0 at padding, or one of those that `given_pairs` takes as they are.
     """
     total = past + length
-    if attention_mask is not None and attention_mask.ndim == 4:
-        mask = attention_mask[..., :total]
-        return (mask if mask.dtype == torch.bool else mask >= 0).expand(batch, 1, length, total)
+    if attention_mask is not None and attention_mask.ndim > 2:
+        return given_pairs(attention_mask, batch, length, total)
     allowed = torch.ones(length, total, dtype=torch.bool, device=device)
     allowed = (allowed.tril(past) if causal else allowed).expand(batch, 1, length, total)
     if attention_mask is None:
@@ -49,6 +49,45 @@ def attention_allowed(
         raise ValueError(f"attention_mask covers {attention_mask.size(1)} tokens of {total} (cached ones count).")
     real = attention_mask[:, :total].to(device=device, dtype=torch.bool)
     return allowed & real[:, None, None, :] & real[:, None, past:, None]
+
+
+def given_pairs(attention_mask: Tensor, batch: int, length: int, total: int) -> Tensor:
+    """Bool [B, 1, T, K] of a mask [B or 1, T, K] or [B or 1, 1, T, at least K] that says what each query attends.
+
+    Booleans and whole numbers: not 0 where allowed. Floating point: added to scores, so 0 where allowed, else negative.
+    """
+    mask = attention_mask if attention_mask.ndim == 4 else attention_mask.unsqueeze(1)
+    if mask.ndim != 4 or mask.size(1) != 1 or mask.size(2) not in (1, length) or mask.size(3) < total:
+        raise ValueError(
+            f"attention_mask of shape {list(attention_mask.shape)} does not say which of {total} tokens each of "
+            f"{length} attends: give [batch, {total}], [batch, {length}, {total}] or [batch, 1, {length}, {total}]."
+        )
+    mask = mask[..., :total]
+    if not mask.is_floating_point():
+        allowed = mask != 0
+    elif not torch.compiler.is_compiling() and bool((mask > 0).any()):
+        raise ValueError("attention_mask is floating point, hence added to scores: give a mask of 0 and 1 as integers.")
+    else:
+        allowed = mask >= 0
+    return allowed.expand(batch, 1, length, total)
+
+
+def packed_texts(position_ids: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
+    """Number of the text that each new token belongs to, int64 [B or 1, T]: one begins wherever positions begin again.
+
+    Positions are relative, so a row that begins at another one means nothing else. Other jumps are refused.
+    """
+    begins = position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
+    if not torch.compiler.is_compiling():
+        odd = begins & (position_ids != 0) if past == 0 else begins
+        if attention_mask is not None and attention_mask.ndim == 2:
+            odd = odd & attention_mask[:, past : past + odd.size(1)].to(odd.device).bool()
+        if bool(odd.any()):
+            raise ValueError(
+                "position_ids may only count up, or begin again at 0 where another text begins in an uncached row: "
+                "positions are relative here."
+            )
+    return begins.cumsum(dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -63,11 +102,12 @@ class Layout:
     def __init__(
         self, config: GPTBertConfig, allowed: Tensor, past: int, cache: Cache | None, need_weights: bool
     ) -> None:
-        self.need_weights, self.cache = need_weights, cache
+        self.need_weights, self.cache, self.past = need_weights, cache, past
         self.attends = allowed.any(dim=-1, keepdim=True)  # [B, 1, T, 1]; a query without any key gives zeros
         self.allowed = allowed | ~self.attends
         length, total = allowed.shape[-2:]
         self.total = total
+        self.new = torch.arange(past, total, device=allowed.device)  # where the new tokens stand in the cache
         if config.position_embedding == "rope":
             head_dim = config.hidden_size // config.num_attention_heads
             frequencies = config.rope_theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
@@ -76,6 +116,14 @@ class Layout:
         else:
             slots = relative_slots(past, length, config.position_bucket_size, config.max_position_embeddings)
             self.slots = slots.to(allowed.device)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Layout":
+        """The same for a layer on another device; accelerate calls this where a device map spreads the layers."""
+        moved = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(moved, name, value.to(device, non_blocking=non_blocking))
+        return moved
 
     def position_scores(self, query: Tensor, key: Tensor, query_pos: Tensor, key_pos: Tensor) -> Tensor:
         """Content-to-position and position-to-content scores [B, H, T, K] of query [B, H, T, d], key [B, H, K, d]."""
@@ -128,10 +176,15 @@ class Attention(nn.Module):
         self.post_layer_norm = nn.LayerNorm(width, config.layer_norm_eps, elementwise_affine=False)
         self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
 
-    def project_positions(self, table: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor]:
-        """The position table as queries and as keys, each [S, H, d]; with a cache, computed once for its life."""
-        kept = {} if cache is None or self.training else cache.__dict__.setdefault("projected_positions", {})
-        if self.index not in kept:
+    def project_positions(self, table: Tensor, cache: Cache | None, past: int) -> tuple[Tensor, Tensor]:
+        """The position table as queries and as keys, each [S, H, d].
+
+        While texts are written (no gradients) a cache keeps them beside its keys and values, and no longer than those:
+        past is the number of its tokens, and with an empty cache they are computed anew.
+        """
+        keep = cache is not None and not self.training and not torch.is_grad_enabled()
+        kept = cache.__dict__.setdefault("projected_positions", {}) if cache is not None and keep else {}
+        if past == 0 or self.index not in kept:
             kept[self.index] = self.in_proj_qk(self.dropout(table)).unflatten(-1, (2, *self.heads)).unbind(-3)
         return kept[self.index]
 
@@ -144,7 +197,8 @@ class Attention(nn.Module):
         if table is None:
             query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
         if layout.cache is not None:
-            key, value = layout.cache.update(key, value, self.index)
+            places = {"cache_position": layout.new}  # transformers 4 cannot place new tokens in a static cache without
+            key, value = layout.cache.update(key, value, self.index, places)
             key, value = key[:, :, : layout.total], value[:, :, : layout.total]  # a static cache is longer
         context, probabilities = self.attend(query, key, value, table, layout)
         context = context.masked_fill(~layout.attends, 0.0).transpose(1, 2).flatten(-2)
@@ -159,7 +213,7 @@ class Attention(nn.Module):
         scale, bias, drop = 1 / math.sqrt(self.heads[1]), None, 0.0
         if table is not None:
             scale = 1 / math.sqrt(3 * self.heads[1])
-            query_pos, key_pos = self.project_positions(table, layout.cache)
+            query_pos, key_pos = self.project_positions(table, layout.cache, layout.past)
             bias = scale * layout.position_scores(query, key, query_pos, key_pos)
             bias = bias.masked_fill(~layout.allowed, torch.finfo(query.dtype).min)
             drop = self.dropout.p if self.training else 0.0  # with rotary positions, pretraining drops none either
@@ -236,8 +290,9 @@ class Encoder(nn.Module):
         hidden, weights, states = [x], [], [x]
         for index, (attention, feed_forward) in enumerate(zip(self.attention_layers, self.mlp_layers, strict=True)):
             output, probabilities = attention(x, table, layout)
-            x = self.join(2 * index, x + output, states)
-            x = self.join(2 * index + 1, x + feed_forward(x), states)
+            x = self.join(2 * index, x.to(output.device) + output, states)
+            output = feed_forward(x)  # device maps may place each sublayer on another device
+            x = self.join(2 * index + 1, x.to(output.device) + output, states)
             hidden.append(x)
             weights.append(probabilities)
         return hidden, weights

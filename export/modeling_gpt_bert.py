@@ -18,11 +18,15 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     MaskedLMOutput,
     SequenceClassifierOutput,
+    TokenClassifierOutput,
 )
+from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_gpt_bert import GPTBertConfig, LTGBertConfig
-from .layers_gpt_bert import Embedding, Encoder, Head, Layout, attention_allowed
+from .layers_gpt_bert import Embedding, Encoder, Head, Layout, attention_allowed, given_pairs, packed_texts
+
+logger = logging.get_logger(__name__)
 
 
 class Encoded(NamedTuple):
@@ -39,7 +43,7 @@ class GPTBertPreTrainedModel(PreTrainedModel):
 
     config_class = GPTBertConfig
     base_model_prefix = ""
-    _no_split_modules = ["Encoder"]  # noqa: RUF012 - transformers' own declaration
+    _no_split_modules = ["Embedding", "Attention", "FeedForward", "DepthWeightedAveraging", "Head"]  # noqa: RUF012 - transformers' own declaration
     _supports_sdpa = True
     _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"\.position_indices$"]  # noqa: RUF012 - transformers' own declaration
 
@@ -89,8 +93,13 @@ class GPTBertPreTrainedModel(PreTrainedModel):
         use_cache: bool = False,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        position_ids: Tensor | None = None,
     ) -> Encoded:
-        """Hidden states of the new tokens [B, T] (or of their rows of the word table [B, T, D])."""
+        """Hidden states of the new tokens [B, T] (or of their rows of the word table [B, T, D]).
+
+        position_ids [B or 1, T] that begin again at 0 tell several texts in a row apart. The models take them among
+        their other keyword arguments: generate() makes some for every model whose signature names them.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds.")
         words = self.embedding.word_embedding(input_ids) if inputs_embeds is None else inputs_embeds
@@ -101,6 +110,10 @@ class GPTBertPreTrainedModel(PreTrainedModel):
         past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         x, table = self.embedding(words)
         allowed = attention_allowed(attention_mask, x.size(0), past, x.size(1), is_causal, x.device)
+        if position_ids is not None:
+            texts = packed_texts(position_ids, attention_mask, past)
+            if past == 0:  # with cached tokens all of a row is one text
+                allowed = allowed & (texts[:, None, :, None] == texts[:, None, None, :])
         need_weights = self.config.output_attentions if output_attentions is None else output_attentions
         layout = Layout(self.config, allowed, past, past_key_values, bool(need_weights))
         hidden, weights = self.transformer(x, table, layout)
@@ -135,7 +148,9 @@ class GPTBertModel(GPTBertPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         causal = self.config.is_decoder if is_causal is None else is_causal
         flags = (past_key_values, use_cache, output_attentions, output_hidden_states)
-        outputs = self.encode(input_ids, attention_mask, inputs_embeds, causal, *flags)
+        outputs = self.encode(
+            input_ids, attention_mask, inputs_embeds, causal, *flags, position_ids=kwargs.get("position_ids")
+        )
         return BaseModelOutputWithPast(**outputs._asdict())
 
 
@@ -157,10 +172,21 @@ class GPTBertLanguageModel(GPTBertPreTrainedModel):
         self.classifier.nonlinearity[5] = new_embeddings
 
 
+def without_first(labels: Tensor, first: Tensor) -> Tensor:
+    """Labels [B, T] without those of tokens that nothing precedes (bool [B, T]), which have no prediction; says so."""
+    if not torch.compiler.is_compiling() and bool((first.to(labels.device) & (labels >= 0)).any()):
+        logger.warning_once(
+            "A label stands on the first token of a text, which nothing precedes and this model cannot predict: it is "
+            "left out of the loss. Begin every row with <s>."
+        )
+    return labels.masked_fill(first.to(labels.device), -100)
+
+
 class GPTBertForMaskedLM(GPTBertLanguageModel):
     """Masked language model: logits i are those of token i, computed from the hidden state before it.
 
-    Nothing stands before the first token of a row, so its logits are 0: begin texts with <s>, as the tokenizer does.
+    Nothing stands before the first token of a text, so its logits are 0, and a label there is left out of the loss:
+    begin texts with <s>, as the tokenizer does.
     """
 
     @can_return_tuple
@@ -175,13 +201,18 @@ class GPTBertForMaskedLM(GPTBertLanguageModel):
         **kwargs: Any,
     ) -> MaskedLMOutput:
         flags: dict[str, Any] = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
-        outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, **flags)
+        position_ids = kwargs.get("position_ids")
+        outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, position_ids=position_ids, **flags)
         predicted = self.classifier(outputs.last_hidden_state[:, :-1])
+        first = torch.zeros(predicted.shape[:2], dtype=torch.bool, device=predicted.device)
         if attention_mask is not None and attention_mask.ndim == 2:
-            predicted = predicted.masked_fill(attention_mask[:, :-1, None] == 0, 0.0)
-        logits = F.pad(predicted, (0, 0, 1, 0))
+            first = attention_mask[:, :-1].to(first.device) == 0
+        if position_ids is not None:
+            first = first | (packed_texts(position_ids, attention_mask, 0).diff() != 0)
+        logits = F.pad(predicted.masked_fill(first[..., None], 0.0), (0, 0, 1, 0))
         loss = None
         if labels is not None:
+            labels = without_first(labels, F.pad(first, (1, 0), value=True))
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
@@ -207,7 +238,9 @@ class GPTBertForCausalLM(GPTBertLanguageModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         caching = bool(self.config.use_cache and not self.training if use_cache is None else use_cache)
         flags = (past_key_values, caching, output_attentions, output_hidden_states)
-        outputs = self.encode(input_ids, attention_mask, inputs_embeds, True, *flags)
+        outputs = self.encode(
+            input_ids, attention_mask, inputs_embeds, True, *flags, position_ids=kwargs.get("position_ids")
+        )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.classifier(outputs.last_hidden_state[:, kept])
         loss = None
@@ -225,11 +258,13 @@ class GPTBertForCausalLM(GPTBertLanguageModel, GenerationMixin):
 class GPTBertForSequenceClassification(GPTBertPreTrainedModel):
     """Classification or regression of texts from the (bidirectional) hidden state of their first token, `<s>`."""
 
+    accepts_loss_kwargs = False  # so that Trainer itself divides the loss where it accumulates gradients
+
     def __init__(self, config: GPTBertConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels or 2
         dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
-        self.head = Head(config, self.num_labels, dropout)
+        self.score = Head(config, self.num_labels, dropout)  # the name by which PEFT knows what to train and save
         self.post_init()
 
     @can_return_tuple
@@ -244,17 +279,54 @@ class GPTBertForSequenceClassification(GPTBertPreTrainedModel):
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
         flags: dict[str, Any] = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
-        outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, **flags)
+        position_ids = kwargs.get("position_ids")
+        outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, position_ids=position_ids, **flags)
         hidden = outputs.last_hidden_state
         first = hidden[:, 0]
-        if attention_mask is not None and attention_mask.ndim == 2:  # with padding on the left it is further right
-            rows = torch.arange(hidden.size(0), device=hidden.device)
-            first = hidden[rows, attention_mask.to(hidden.device).ne(0).int().argmax(dim=1)]
-        logits = self.head(first)
+        if attention_mask is not None:  # with padding on the left it is further right
+            rows, length = torch.arange(hidden.size(0), device=hidden.device), hidden.size(1)
+            real = attention_mask != 0
+            if attention_mask.ndim > 2:  # padding is what nothing attends
+                real = given_pairs(attention_mask, hidden.size(0), length, length)[:, 0].any(dim=1)
+            first = hidden[rows, real.to(hidden.device).int().argmax(dim=1)]
+        logits = self.score(first)
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class GPTBertForTokenClassification(GPTBertPreTrainedModel):
+    """Classification of tokens, such as tagging, from their (bidirectional) hidden states."""
+
+    def __init__(self, config: GPTBertConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels or 2
+        dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+        self.score = Head(config, self.num_labels, dropout)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        flags: dict[str, Any] = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
+        position_ids = kwargs.get("position_ids")
+        outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, position_ids=position_ids, **flags)
+        logits = self.score(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, config=self.config, **kwargs)
+        return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
 
@@ -279,5 +351,11 @@ class LTGBertForCausalLM(GPTBertForCausalLM):
 
 class LTGBertForSequenceClassification(GPTBertForSequenceClassification):
     """LTG-BERT as a classifier of texts."""
+
+    config_class = LTGBertConfig
+
+
+class LTGBertForTokenClassification(GPTBertForTokenClassification):
+    """LTG-BERT as a classifier of tokens."""
 
     config_class = LTGBertConfig

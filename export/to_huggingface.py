@@ -161,11 +161,15 @@ def model_configuration(
         "AutoModelForMaskedLM": "ForMaskedLM",
         "AutoModelForCausalLM": "ForCausalLM",
         "AutoModelForSequenceClassification": "ForSequenceClassification",
+        "AutoModelForTokenClassification": "ForTokenClassification",
+        "AutoModelForPreTraining": "ForCausalLM",
     }
     return {
         **config,
-        # `transformers serve` looks this name up in transformers itself, which has no class of ours but this way to it.
-        "architectures": ["AutoModelForCausalLM"],
+        # `transformers serve` looks the first name up in transformers itself, which has no class of ours but this way
+        # to one that generates. Other libraries take a first name that ends in ForCausalLM for a decoder: embeddings
+        # would be those of the last token. The second name is what is in the file.
+        "architectures": ["AutoModelForPreTraining", f"{prefix}ForMaskedLM"],
         "auto_map": {
             "AutoConfig": f"configuration_gpt_bert.{prefix}Config",
             **{auto: f"modeling_gpt_bert.{prefix}{name}" for auto, name in classes.items()},
@@ -191,12 +195,16 @@ def generation_configuration(ids: dict[str, int]) -> dict[str, Any]:
 
 
 def tokenizer_configuration(longest: int) -> dict[str, Any]:
-    """tokenizer_config.json. Padding stands on the left, where generation needs it; reading works with either side."""
+    """tokenizer_config.json.
+
+    Padding stands on the right, so that states [:, 0] are those of <s>: on the left, where generation needs it, that is
+    silently wrong. Text-generation pipelines and lm-eval turn it themselves, and generate() warns of it.
+    """
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **_SPECIAL,
         "model_max_length": longest,
-        "padding_side": "left",
+        "padding_side": "right",
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }

@@ -116,6 +116,72 @@ def test_reading_in_pieces_through_the_cache_changes_nothing(folders, form):
     close(causal(ids, attention_mask=mask, logits_to_keep=1).logits, whole[:, -1:])
 
 
+@pytest.mark.parametrize("form", ["gpt-bert", "ltg-bert-rope"])
+@torch.no_grad()
+def test_masks_that_say_who_attends_whom(folders, form):
+    """[B, T, T] as BabyLM's fine-tuning gives them, and [B, 1, T, T]; no kind of 0 and 1 is taken for another."""
+    model, folder = folders[form]
+    base = load("AutoModel", folder)
+    ids, mask = batch("right")
+    pairs = mask[:, None, :].repeat(1, 40, 1).tril()  # causal, padding as keys alone
+    real = mask.bool()
+    expected = ours(model, ids, mask, True)[real]
+    added = torch.zeros(3, 1, 40, 40).masked_fill(pairs[:, None] == 0, -torch.inf)
+    for given in (pairs, pairs.bool(), pairs[:, None], pairs[:, None].bool(), added):
+        close(base(ids, attention_mask=given).last_hidden_state[real], expected)
+    close(base(ids, attention_mask=pairs[:1]).last_hidden_state[0], expected[:40])  # one mask for all
+    for given, words in (
+        (pairs[:, :7], "does not say which of 40 tokens"),
+        (pairs[:, None].float(), "give a mask of 0 and 1 as integers"),
+        (pairs[:, None].repeat(1, 2, 1, 1), "does not say"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            base(ids, attention_mask=given)
+    classifier = load("AutoModelForSequenceClassification", folder)
+    ids, mask = batch("left")
+    both = mask[:, None, :] * mask[:, :, None]
+    close(classifier(ids, attention_mask=both).logits, classifier(ids, attention_mask=mask).logits)
+
+
+@pytest.mark.parametrize("form", ["gpt-bert", "ltg-bert-rope"])
+@torch.no_grad()
+def test_position_ids_tell_packed_texts_apart(folders, form):
+    """As DataCollatorWithFlattening packs them: a row of several texts, positions from 0 in each."""
+    _, folder = folders[form]
+    ids = torch.randint(16, 300, (1, 20), generator=torch.Generator().manual_seed(4))
+    parts = ids.split([5, 12, 3], dim=1)
+    positions = torch.cat([torch.arange(part.size(1)) for part in parts])[None]
+    for auto in ("AutoModel", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForTokenClassification"):
+        model = load(auto, folder)
+        expected = torch.cat([model(part)[0] for part in parts], dim=1)
+        close(model(ids, position_ids=positions)[0], expected)
+        close(model(ids, position_ids=torch.arange(7, 27)[None])[0], model(ids)[0])
+        with pytest.raises(ValueError, match="may only count up, or begin again at 0"):
+            model(ids, position_ids=positions * 2)
+    causal = load("AutoModelForCausalLM", folder)
+    cache = causal(ids[:, :9], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="may only count up"):
+        causal(ids[:, 9:12], position_ids=torch.tensor([[0, 1, 0]]), past_key_values=cache)
+
+
+@pytest.mark.parametrize("form", ["gpt-bert", "ltg-bert"])
+@torch.no_grad()
+def test_nothing_in_a_cache_outlives_its_tokens(folders, form):
+    """A cache that is emptied and used again after the weights have changed: a step, or another adapter."""
+    causal = load("AutoModelForCausalLM", folders[form][1])
+    ids = torch.randint(16, 300, (2, 10), generator=torch.Generator().manual_seed(4))
+    static, growing = library().StaticCache(config=causal.config, max_cache_len=16), library().DynamicCache()
+    for cache in (static, growing):
+        causal(ids, past_key_values=cache, use_cache=True)
+    for parameter in causal.parameters():
+        parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+    static.reset()
+    growing.crop(-10)
+    expected = causal(ids, use_cache=False).logits
+    for cache in (static, growing):
+        close(causal(ids, past_key_values=cache, use_cache=True).logits, expected)
+
+
 def greedy(model: LTGBert, row: list[int], count: int) -> list[int]:
     """The most probable continuation by our model, without special tokens but </s>."""
     row = list(row)
@@ -134,8 +200,7 @@ def test_generation_with_and_without_cache_and_padding(folders, form):
     model, folder = folders[form]
     causal = load("AutoModelForCausalLM", folder)
     tokenizer = load("AutoTokenizer", folder)
-    inputs = tokenizer(SENTENCES, return_tensors="pt", padding=True)
-    assert inputs["attention_mask"][1, 0] == 0  # on the left, where generation needs it
+    inputs = tokenizer(SENTENCES, return_tensors="pt", padding=True, padding_side="left")  # where generation needs it
     options = {"max_new_tokens": 30, "do_sample": False}
     cached = causal.generate(**inputs, **options)
     assert torch.equal(causal.generate(**inputs, **options, use_cache=False), cached)
@@ -170,6 +235,11 @@ def test_tokenizer(folders):
     for text in ("naïve 東京\n\n  x ,  y .", "it 's"):
         assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
     assert tokenizer.chat_template is None
+    # Words keep the spaces before them, whoever cuts them: so they are the text's own tokens.
+    words = tokenizer(["The", " list", " holds"], is_split_into_words=True)
+    assert words.input_ids == tokenizer("The list holds").input_ids
+    assert words.word_ids()[:3] == [None, 0, 1]
+    assert tokenizer(["The list", "A"], padding=True, return_tensors="pt").input_ids[:, 0].tolist() == [BOS, BOS]
 
 
 def test_fill_mask_pipeline(folders):
@@ -218,6 +288,31 @@ def test_losses_and_gradients(folders, form):
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name].grad, gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_a_label_that_nothing_precedes_is_left_out_of_the_loss(folders, side):
+    masked = load("AutoModelForMaskedLM", folders["gpt-bert"][1])
+    ids, mask = batch(side)
+    ids, mask = ids[:2], mask[:2]
+    begins = mask.argmax(dim=1, keepdim=True)
+    labels = torch.where(mask.bool(), ids, -100)
+    alone = labels.scatter(1, begins, -100)
+    expected = masked(ids, attention_mask=mask, labels=alone).loss
+    assert masked(ids, attention_mask=mask, labels=labels).loss == expected
+    assert expected > 5
+
+
+def test_layers_are_spread_over_devices_and_not_split(folders):
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate (requirements.lock has it)")
+    causal = load("AutoModelForCausalLM", folders["gpt-bert"][1])
+    room = sum(parameter.numel() * 4 for parameter in causal.parameters()) * 3 // 4
+    found = accelerate.infer_auto_device_map(
+        causal, max_memory={0: room, 1: room, "cpu": 10**9}, no_split_module_classes=causal._no_split_modules
+    )
+    assert set(found.values()) == {0, 1}
+    assert all(name.count(".") <= 2 for name in found)  # transformer.attention_layers.1, and nothing inside it
 
 
 def test_classification_learns_and_ignores_padding(folders):

@@ -29,42 +29,107 @@ def _foreign_warnings():
 
 
 class Texts(Dataset):
-    """Rows of tokens of several lengths, and a label each."""
+    """Six rows of tokens of several lengths, and a label for each text, or each token, or none."""
 
-    def __init__(self, count: int, labels: bool) -> None:
+    def __init__(self, auto: str) -> None:
         generator = torch.Generator().manual_seed(2)
-        rows = [torch.randint(16, 300, (3 + number % 4,), generator=generator).tolist() for number in range(count)]
-        self.rows: list[dict[str, Any]] = [{"input_ids": [BOS, *row]} for row in rows]
-        for number, row in enumerate(self.rows):
-            row |= {"labels": number % 2} if labels else {}
+        self.rows: list[dict[str, Any]] = []
+        for number in range(6):
+            row = [BOS, *torch.randint(16, 300, (3 + number % 4,), generator=generator).tolist()]
+            labels: dict[str, Any] = {}
+            if auto == "AutoModelForSequenceClassification":
+                labels = {"labels": number % 2}
+            if auto == "AutoModelForTokenClassification":
+                labels = {"labels": [-100, *(token % 2 for token in row[1:])]}
+            self.rows.append({"input_ids": row, **labels})
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.rows[index]
+        return dict(self.rows[index])
 
 
-@pytest.mark.parametrize("auto", ["AutoModelForSequenceClassification", "AutoModelForMaskedLM", "AutoModelForCausalLM"])
-def test_trainer_trains_evaluates_and_predicts(exported, tmp_path, auto):
-    folder, of_texts = exported[1], auto == "AutoModelForSequenceClassification"
-    tokenizer = load("AutoTokenizer", folder)
-    masks = {"mlm": auto == "AutoModelForMaskedLM", "seed": 3}
-    collator = (
-        library().DataCollatorWithPadding(tokenizer)
-        if of_texts
-        else library().DataCollatorForLanguageModeling(tokenizer, **masks)
-    )
+AUTOS = {
+    "AutoModelForSequenceClassification": "DataCollatorWithPadding",
+    "AutoModelForTokenClassification": "DataCollatorForTokenClassification",
+    "AutoModelForMaskedLM": "DataCollatorForLanguageModeling",
+    "AutoModelForCausalLM": "DataCollatorForLanguageModeling",
+}
+
+
+def make_trainer(folder: Path, out: Path, auto: str, **options: Any) -> Any:
+    of_language = auto in ("AutoModelForMaskedLM", "AutoModelForCausalLM")
+    masks = {"mlm": auto == "AutoModelForMaskedLM", "seed": 3} if of_language else {}
+    collator = getattr(library(), AUTOS[auto])(load("AutoTokenizer", folder), **masks)
+    texts = Texts(auto)
     arguments = library().TrainingArguments(
-        str(tmp_path), max_steps=2, per_device_train_batch_size=3, use_cpu=True, report_to=[], disable_tqdm=True,
-        save_strategy="no", seed=0,
-    )  # fmt: skip
-    texts = Texts(6, of_texts)
-    trainer = library().Trainer(
-        load(auto, folder), arguments, train_dataset=texts, eval_dataset=texts, data_collator=collator
+        str(out), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", seed=0, **options
     )
+    torch.manual_seed(0)  # of a new head
+    model = load(auto, folder, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return library().Trainer(model, arguments, train_dataset=texts, eval_dataset=texts, data_collator=collator)
+
+
+@pytest.mark.parametrize("auto", AUTOS)
+def test_trainer_trains_evaluates_and_predicts(exported, tmp_path, auto):
+    trainer = make_trainer(exported[1], tmp_path, auto, max_steps=2, per_device_train_batch_size=3)
     assert trainer.train().training_loss > 0
     assert trainer.evaluate()["eval_loss"] > 0
-    found = trainer.predict(texts)
-    assert found.predictions.shape == ((6, 2) if of_texts else (6, 7, 320))  # logits alone, no cache beside them
-    assert found.label_ids.shape == ((6,) if of_texts else (6, 7))
+    found = trainer.predict(Texts(auto))
+    shapes = {"AutoModelForSequenceClassification": (6, 2), "AutoModelForTokenClassification": (6, 7, 2)}
+    assert found.predictions.shape == shapes.get(auto, (6, 7, 320))  # logits alone, no cache beside them
+    assert found.label_ids.shape == found.predictions.shape[: 1 if "Sequence" in auto else 2]
+
+
+@pytest.mark.parametrize("auto", [auto for auto in AUTOS if auto != "AutoModelForMaskedLM"])  # draws its masks by batch
+def test_trainer_accumulates_the_gradient_of_the_whole_batch(exported, tmp_path, auto):
+    options = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
+    whole = make_trainer(exported[1], tmp_path, auto, per_device_train_batch_size=6, **options)
+    halves = make_trainer(
+        exported[1], tmp_path, auto, per_device_train_batch_size=3, gradient_accumulation_steps=2, **options
+    )
+    assert halves.train().training_loss == pytest.approx(whole.train().training_loss, rel=1e-5)
+    expected = dict(whole.model.named_parameters())
+    for name, parameter in halves.model.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+# Adapters and embeddings: packages of which nothing here needs more than the one file that it imports
+
+
+def test_peft_trains_and_saves_the_new_head(exported, tmp_path):
+    peft = pytest.importorskip("peft", reason="needs peft (requirements.lock has it)")
+    auto = "AutoModelForSequenceClassification"
+    config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["in_proj_qk", "in_proj_vg"])
+    model = peft.get_peft_model(load(auto, exported[1], num_labels=3).eval(), config)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora" not in name]
+    assert len([name for name in trained if ".score." in name]) == 4
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * parameter.requires_grad
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(load(auto, exported[1], num_labels=3), tmp_path).eval()
+    ids = torch.tensor([[BOS, 20, 30, 40]])
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, model(ids).logits)
+
+
+def test_sentence_transformers_takes_the_mean_and_cross_encoders_a_classifier(exported):
+    library()
+    package = pytest.importorskip(
+        "sentence_transformers", reason="needs sentence-transformers (requirements.lock has it)"
+    )
+    model, folder = exported
+    texts = ["The list holds é", "The"]
+    encoder = package.SentenceTransformer(str(folder), trust_remote_code=True, device="cpu")
+    found = encoder.encode(texts, convert_to_tensor=True)
+    tokenizer = load("AutoTokenizer", folder)
+    for text, vector in zip(texts, found, strict=True):
+        ids = torch.tensor([tokenizer(text).input_ids])
+        with torch.no_grad():
+            expected = model.encode(ids, torch.zeros_like(ids), False)[0].mean(dim=0)
+        torch.testing.assert_close(vector, expected, rtol=1e-5, atol=1e-5)
+    cross = package.CrossEncoder(str(folder), num_labels=1, trust_remote_code=True, device="cpu")
+    assert type(cross.model).__name__ == "GPTBertForSequenceClassification"
+    assert len(set(cross.predict([("a", "b"), ("The list", "holds")]).tolist())) == 2
