@@ -63,6 +63,11 @@ def _sentence(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 document`, `2,000 documents`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def positive_int(text: str) -> int:
     """An argparse type: a whole number of at least 1, such as 100000 or 100,000."""
     try:
@@ -92,9 +97,15 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders (searched to the bottom) or globs in quotes: .txt (a blank line between documents), "
-        ".jsonl (a JSON string or object a line), either also as .gz or .zst, and .parquet; .train, .dev and .test "
-        "named as files or by a glob are read as .txt",
+        help="files, folders (searched to the bottom, links included) or globs in quotes: .txt (a blank line between "
+        "documents), .jsonl, .ndjson or .json.gz (a JSON string or object a line), each also as .gz, .bz2, .xz or "
+        ".zst, and .parquet; named as files or by a glob, .train, .dev and .test are read as .txt, .json as .jsonl",
+    )
+    parser.add_argument(
+        "--other_files",
+        choices=("text", "jsonl"),
+        help="read files with another suffix or none, such as WikiExtractor's wiki_00, as .txt or as .jsonl (default: "
+        "in folders they are counted, named and not read)",
     )
     parser.add_argument(
         "--text_field", default="text", metavar="NAME", help="field (.jsonl) or column (.parquet) that holds the text"

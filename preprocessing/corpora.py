@@ -1,4 +1,4 @@
-"""Reading corpora: which files, cut into chunks of whole documents, in bounded memory.
+"""Reading corpora: files cut into chunks of whole documents, in bounded memory.
 
 This is the sequential part (reading, decompressing, finding a place to cut) and is cheap; documents.py parses a chunk,
 in any process. What a chunk holds follows from the input alone.
@@ -6,44 +6,26 @@ in any process. What a chunk holds follows from the input alone.
 
 from __future__ import annotations
 
-import glob
 import gzip
+import importlib
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, BinaryIO
 
-from preprocessing.command_line import CommandError
+from preprocessing.inputs import CorpusError, InputFile, check_unchanged
 from preprocessing.tokenizer import cut_place
 
 CHUNK_BYTES = 1 << 20
 DOCUMENT_BYTES = 2 << 20  # a longer document of a text file is cut in parts
 LINE_BYTES = 64 << 20  # a longer line of a JSONL file is malformed: nothing can parse half a line
+_COMPRESSED_BYTES = 1 << 9  # unpacked at once: of text that repeats itself this may be 12 MB
+_ZSTD_WINDOW = 1 << 31  # bytes: zstd --long=31, its largest; the library would stop at --long=27
 
-_KINDS = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
-_TEXT_IF_NAMED = (".train", ".dev", ".test")  # BabyLM's names; a folder of them would mix training and held-out text
-_COMPRESSIONS = (".gz", ".zst")
 BLANK = " \t\r\x0b\x0c"  # what a blank line may hold
 _BLANK_LINES = re.compile(f"\n(?:[{BLANK}]*\n)+".encode())
-
-
-class CorpusError(CommandError):
-    """Input text that cannot be found or read; the message names file and line."""
-
-
-@dataclass(frozen=True)
-class InputFile:
-    """One file of the input. `name` is relative to what the user named, so it does not depend on where that lies."""
-
-    path: Path
-    name: str
-    kind: str  # "text", "jsonl" or "parquet"
-    compression: str  # "", ".gz" or ".zst"
-    size: int  # bytes on the disk
-    modified: int  # nanoseconds since 1970
 
 
 @dataclass(frozen=True)
@@ -79,87 +61,31 @@ class Chunk:
         return sum(len(value) for value in self.payload if value is not None)
 
 
-# ---------------------------------------------------------------------------------------------------- finding files
-
-
-def find_inputs(arguments: Sequence[str | Path]) -> list[InputFile]:
-    """The files that --input names, in its order; folders and globs in sorted order. Raises CorpusError for a path
-    that does not exist, holds nothing readable, has an unknown suffix, or is named twice."""
-    found = [file for argument in arguments for file in _expand(str(argument))]
-    seen: set[Path] = set()
-    for file in found:
-        resolved = file.path.resolve()
-        if resolved in seen:
-            raise CorpusError(f"--input names {file.path} twice; name each file once")
-        seen.add(resolved)
-    return found
-
-
-def _expand(argument: str) -> list[InputFile]:
-    path = Path(argument)
-    if path.is_dir():
-        return _folder_files(path)
-    if path.is_file():
-        return [_describe(path, path.name)]
-    if not glob.has_magic(argument):
-        raise CorpusError(f"--input {argument} does not exist; give files, folders or globs in quotes")
-    files: list[InputFile] = []
-    for match in sorted(Path(match) for match in glob.glob(argument, recursive=True)):
-        files += _folder_files(match) if match.is_dir() and "**" not in argument else []
-        files += [_describe(match, match.name)] if match.is_file() else []
-    if not files:
-        raise CorpusError(f"--input {argument} matches no file; check the glob and put it in quotes")
-    return files
-
-
-def _folder_files(folder: Path) -> list[InputFile]:
-    inside = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = [(path, path.relative_to(folder)) for path in inside]
-    visible = [(path, name) for path, name in names if not any(part.startswith(".") for part in name.parts)]
-    files = [_describe(path, name.as_posix()) for path, name in visible if _kind(path)[0] in _KINDS]
-    if not files:
-        raise CorpusError(
-            f"--input {folder} holds no .txt, .jsonl (also .gz, .zst) or .parquet file; name other files by a glob"
-        )
-    return files
-
-
-def _kind(path: Path) -> tuple[str, str]:
-    """The suffix that tells the format, and the compression's ("" for none)."""
-    compression = path.suffix.lower() if path.suffix.lower() in _COMPRESSIONS else ""
-    inner = Path(path.stem).suffix.lower() if compression else path.suffix.lower()
-    return ("" if inner == ".parquet" and compression else inner), compression
-
-
-def _describe(path: Path, name: str) -> InputFile:
-    suffix, compression = _kind(path)
-    kind = "text" if suffix in _TEXT_IF_NAMED else _KINDS.get(suffix)
-    if kind is None:
-        raise CorpusError(f"--input {path} has no known format; names end in .txt, .jsonl (also .gz, .zst), .parquet")
-    status = path.stat()
-    return InputFile(path, name, kind, compression, status.st_size, status.st_mtime_ns)
-
-
 # --------------------------------------------------------------------------------------------------- reading chunks
 
 
 def read_chunks(files: Sequence[InputFile], text_field: str = "text", start: Position | None = None) -> Iterator[Chunk]:
-    """The input from `start` to its end. Raises CorpusError for a file that cannot be read."""
+    """The input from `start` to its end. Raises CorpusError for a file that cannot be read, or that changes."""
     start = start or Position()
     for index in range(start.file, len(files)):
-        position = start if index == start.file else Position(file=index)
-        file = files[index]
-        if file.kind == "parquet":
-            yield from _parquet_chunks(file, text_field, position)
-            continue
-        with _opened(file) as (stream, on_disk):
-            _skip(stream, file, position.offset)
-            if position.offset == 0 and stream.peek(3)[:3] == b"\xef\xbb\xbf":  # a byte order mark is no text
-                position = replace(position, offset=len(stream.read(3)))
-            chunks = _text_chunks(stream, position) if file.kind == "text" else _jsonl_chunks(stream, position)
-            for chunk in chunks:
-                done = on_disk.tell() if file.compression else chunk.end.offset
-                yield replace(chunk, path=str(file.path), progress=done)
+        check_unchanged(files[index])
+        for chunk in _file_chunks(files[index], text_field, start if index == start.file else Position(file=index)):
+            check_unchanged(files[index])  # before anybody uses the chunk
+            yield chunk
+
+
+def _file_chunks(file: InputFile, text_field: str, position: Position) -> Iterator[Chunk]:
+    if file.kind == "parquet":
+        yield from _parquet_chunks(file, text_field, position)
+        return
+    with _opened(file) as (stream, on_disk):
+        _skip(stream, file, position.offset)
+        if position.offset == 0 and stream.peek(3)[:3] == b"\xef\xbb\xbf":  # a byte order mark is no text
+            position = replace(position, offset=len(stream.read(3)))
+        chunks = _text_chunks(stream, position) if file.kind == "text" else _jsonl_chunks(stream, position)
+        for chunk in chunks:
+            done = on_disk.tell() if file.compression else chunk.end.offset
+            yield replace(chunk, path=str(file.path), progress=done)
 
 
 @contextmanager
@@ -173,21 +99,36 @@ def _opened(file: InputFile) -> Iterator[tuple[io.BufferedReader, BinaryIO]]:
 
             errors = (*errors, zlib.error)
             stream = io.BufferedReader(gzip.GzipFile(fileobj=on_disk), CHUNK_BYTES)  # type: ignore[arg-type]
-        elif file.compression == ".zst":
-            zstandard = _zstandard(file.path)
-            errors = (*errors, zstandard.ZstdError)
-            stream = io.BufferedReader(_ZstdReader(on_disk, zstandard.ZstdDecompressor()), CHUNK_BYTES)
+        elif file.compression:
+            new_frame, error = _decompressor(file)
+            errors = (*errors, error)
+            stream = io.BufferedReader(_FrameReader(on_disk, new_frame), CHUNK_BYTES)
         try:
             yield stream, on_disk
         except errors as error:
+            check_unchanged(file)
+            if "memory" in str(error):  # of zstd: a window beyond 2 GiB, or beyond what the machine has
+                raise CorpusError(f"{file.path} takes too much memory to unpack ({error}); compress it anew") from None
             raise CorpusError(f"{file.path} is damaged or truncated ({error}); get it again") from None
 
 
-class _ZstdReader(io.RawIOBase):
-    """Decompressed frames, one after the other. Unlike the package's own reader it notices a truncated file."""
+def _decompressor(file: InputFile) -> tuple[Callable[[], Any], type[Exception]]:
+    """What makes a decompressor for one frame (zstd) or stream (bzip2, xz), and what that raises on damage."""
+    if file.compression == ".bz2":
+        return _needed(file, "bz2", "use a Python that was built with it").BZ2Decompressor, OSError
+    if file.compression == ".xz":
+        lzma = _needed(file, "lzma", "use a Python that was built with it")
+        return lzma.LZMADecompressor, lzma.LZMAError
+    zstandard = _needed(file, "zstandard")
+    return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj, zstandard.ZstdError
 
-    def __init__(self, file: BinaryIO, decompressor: Any) -> None:
-        self._file, self._decompressor = file, decompressor
+
+class _FrameReader(io.RawIOBase):
+    """Decompressed frames, one after the other. Unlike the readers of the packages it notices a file that ends inside a
+    frame (zstandard), or goes on with anything else behind one (lzma, bz2)."""
+
+    def __init__(self, file: BinaryIO, new_frame: Callable[[], Any]) -> None:
+        self._file, self._new_frame = file, new_frame
         self._frame: Any = None
         self._input = self._output = b""
 
@@ -196,12 +137,12 @@ class _ZstdReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._output:
-            self._input = self._input or self._file.read(1 << 16)
+            self._input = self._input or self._file.read(_COMPRESSED_BYTES)
             if not self._input:
                 if self._frame is not None:
                     raise EOFError("it ends inside a compressed frame")
                 return 0
-            self._frame = self._frame or self._decompressor.decompressobj()
+            self._frame = self._frame or self._new_frame()
             self._output = self._frame.decompress(self._input)
             self._input = self._frame.unused_data
             if self._frame.eof:
@@ -211,12 +152,12 @@ class _ZstdReader(io.RawIOBase):
         return count
 
 
-def _zstandard(path: Path) -> Any:
+def _needed(file: InputFile, module: str, remedy: str = "") -> Any:
     try:
-        import zstandard
+        return importlib.import_module(module)
     except ImportError:
-        raise CorpusError(f"reading {path} needs a package that is not installed: pip install zstandard") from None
-    return zstandard
+        remedy = remedy or f"pip install {module.split('.')[0]}"
+        raise CorpusError(f"reading {file.path} needs a package that is not installed: {remedy}") from None
 
 
 def _skip(stream: BinaryIO, file: InputFile, offset: int) -> None:
@@ -304,26 +245,28 @@ def _advanced(position: Position, payload: bytes, inside: bool = False) -> Posit
 
 def _parquet_chunks(file: InputFile, column: str, position: Position) -> Iterator[Chunk]:
     """Cuts after rows. Values travel as bytes: the parser says which row is not UTF-8."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise CorpusError(f"reading {file.path} needs a package that is not installed: pip install pyarrow") from None
+    pyarrow = _needed(file, "pyarrow")
+    _needed(file, "pyarrow.parquet")
     try:
         with pyarrow.parquet.ParquetFile(file.path, buffer_size=CHUNK_BYTES) as table:
-            schema = table.schema_arrow
-            if column not in schema.names:
-                names = ", ".join(schema.names)
-                raise CorpusError(f"{file.path} has no column '{column}'; set --text_field to one of {names}")
-            kind = schema.field(column).type
-            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise CorpusError(f"{file.path}: the column '{column}' holds {kind}, not text; set --text_field")
+            kinds = {field.name: field.type for field in table.schema_arrow}
+            textual = [name for name, kind in kinds.items() if _is_text(kind, pyarrow.types)]
+            if column not in textual:
+                found = f"holds {kinds[column]}, not text" if column in kinds else "is not there"
+                remedy = f"set --text_field to one of {', '.join(textual)}" if textual else "no other column holds text"
+                raise CorpusError(f"{file.path}: the column '{column}' {found}; {remedy}")
             yield from _parquet_rows(file, table, column, position)
     except pyarrow.ArrowException as error:
         raise CorpusError(
             f"{file.path} is damaged or not Parquet ({str(error).splitlines()[0]}); get it again"
         ) from None
+
+
+def _is_text(kind: Any, types: Any) -> bool:
+    """Whether a column's values are strings, or bytes, which may be UTF-8."""
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+    return any(getattr(types, f"is_{name}")(kind) for name in names)
 
 
 def _parquet_rows(file: InputFile, table: Any, column: str, position: Position) -> Iterator[Chunk]:
@@ -335,7 +278,10 @@ def _parquet_rows(file: InputFile, table: Any, column: str, position: Position) 
         first += 1
     values: list[bytes | None] = []
     for batch in table.iter_batches(batch_size=64, row_groups=range(first, len(groups)), columns=[column]):
-        values += batch.column(0).cast("large_string").cast("large_binary").to_pylist()[skip:]
+        column_values = batch.column(0)
+        if hasattr(column_values, "dictionary_decode"):
+            column_values = column_values.dictionary_decode()
+        values += column_values.cast("large_binary").to_pylist()[skip:]
         skip = max(0, skip - batch.num_rows)
         done = position.offset + len(values)
         if done == rows or sum(len(value or b"") for value in values) >= CHUNK_BYTES:

@@ -12,10 +12,16 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
-from preprocessing.corpora import BLANK, Chunk, CorpusError
+from preprocessing.corpora import BLANK, Chunk
+from preprocessing.inputs import CorpusError
 
 _BLANK_LINES = re.compile(f"\n(?:[{BLANK}]*\n)+")
+_NESTING = 500  # json's own limit depends on the caller's place in the stack, so on the number of workers
+_JSON_ESCAPE = re.compile(r"\\.")
+_JSON_STRING = re.compile(r'"[^"]*"')
+_JSON_BRACKET = re.compile(r"[\[\]{}]")
 _LEADING_BLANK_LINES = re.compile(f"\\A(?:[{BLANK}]*\n)+")
 
 
@@ -66,9 +72,11 @@ def _json_text(content: bytes, text_field: str) -> str | _Bad:
     decoded = _decoded(content)
     if isinstance(decoded, _Bad):
         return decoded
+    if _nesting(decoded) > _NESTING:
+        return _Bad(f"nested deeper than {_NESTING} levels")
     try:
         value = json.loads(decoded)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return _Bad(f"not valid JSON ({error})")
     if isinstance(value, dict):
         if text_field not in value:
@@ -82,6 +90,15 @@ def _json_text(content: bytes, text_field: str) -> str | _Bad:
         except UnicodeEncodeError:
             return _Bad("the text has half a surrogate pair, which no UTF-8 can express")
     return value
+
+
+def _nesting(content: str) -> int:
+    """How deep JSON is nested; of shallow JSON only an upper bound, which is cheap."""
+    brackets = content.count("[") + content.count("{")
+    if brackets <= _NESTING:
+        return brackets
+    found = _JSON_BRACKET.findall(_JSON_STRING.sub("", _JSON_ESCAPE.sub("", content)))
+    return max(accumulate(1 if bracket in "[{" else -1 for bracket in found), default=0)
 
 
 def _parsed_text(chunk: Chunk) -> Iterator[tuple[int, str | _Bad]]:

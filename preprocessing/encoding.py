@@ -30,6 +30,7 @@ class EncoderSettings:
     text_field: str = "text"
     skip_bad_lines: bool = False
     validation_fraction: float = 0.0
+    other_files: str | None = None  # what files with an unknown suffix are read as
 
 
 @dataclass(frozen=True)

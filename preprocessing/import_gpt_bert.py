@@ -33,8 +33,8 @@ from tqdm import tqdm
 
 from data.files import sync_folder, write_atomically
 from data.shards import sha256_file, tokenizer_hash
-from preprocessing.command_line import CommandError, Parser, positive_int, run
-from preprocessing.shard_folder import FolderPlan, ShardFolder
+from preprocessing.command_line import CommandError, Parser, counted, positive_int, run
+from preprocessing.shard_folder import FolderPlan, ShardFolder, described_input
 from preprocessing.tokenizer import load_tokenizer, special_ids, vocabulary_size
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def import_data(
             raise CommandError(f"--input {path} does not exist or is no file")
     script = {"script": "preprocessing/import_gpt_bert.py", "shard_size": shard_size}
     described = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in inputs]
+    manifest_inputs = [described_input(path.name, *facts) for path, (_, *facts) in zip(inputs, described, strict=True)]
     plan = FolderPlan(
         folder=output,
         tokenizer_path=tokenizer_path,
@@ -95,7 +96,7 @@ def import_data(
         inputs=tuple(inputs),
         skip_bad_lines=False,
         identity={**script, "tokenizer": digest, "inputs": described},
-        made_by={**script, "inputs": [{"name": path.name, "bytes": path.stat().st_size} for path in inputs]},
+        made_by={**script, "inputs": manifest_inputs},
     )
     folder = ShardFolder(plan)
     try:
@@ -107,7 +108,7 @@ def import_data(
             _import_file(folder, number, inputs[number], start, tokenizer, progress)
         if not folder.writers[0].total("documents"):
             folder.clear()
-            raise CommandError(f"--input holds no tokens in {len(inputs)} files; check --input")
+            raise CommandError(f"--input holds no tokens in {counted(len(inputs), 'file')}; check --input")
         folder.complete()
         totals = {key: folder.writers[0].total(key) for key in ("documents", "words", "tokens")}
         return {**totals, **folder.counts}
@@ -359,10 +360,10 @@ def command(arguments: argparse.Namespace) -> int:
     if counts is None:
         print(f"{arguments.output} is complete already, from the same inputs and options: nothing to do")
         return 0
-    print(f"{counts['documents']:,} documents, {counts['words']:,} words, {counts['tokens']:,} tokens")
-    print(f"dropped: {counts['empty_documents']:,} empty documents")
+    print(", ".join(counted(counts[f"{noun}s"], noun) for noun in ("document", "word", "token")))
+    print(f"dropped: {counted(counts['empty_documents'], 'empty document')}")
     print(f"dropped: {counts['stripped_tokens']:,} <s>, </s> and <pad> at ends")
-    print(f"kept: {counts['special_tokens']:,} special ids inside documents (never masked in training)")
+    print(f"kept: {counted(counts['special_tokens'], 'special id')} inside documents (never masked in training)")
     return 0
 
 

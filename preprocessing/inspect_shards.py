@@ -29,7 +29,7 @@ from data.shards import (
     sha256_file,
     tokenizer_hash,
 )
-from preprocessing.command_line import CommandError, Parser, positive_int, run
+from preprocessing.command_line import CommandError, Parser, counted, positive_int, run
 from preprocessing.shard_folder import TOKENIZER_NAME
 from preprocessing.tokenizer import load_tokenizer
 
@@ -161,16 +161,16 @@ def print_contents(contents: Contents) -> None:
     print(contents.path)
     per_word = f" ({contents.tokens / contents.words:.3f} per word)" if contents.words else ""
     per_document = contents.tokens / max(contents.documents, 1)
-    plural = "s" * (contents.shards != 1)
-    print(f"  {contents.documents:,} documents, {contents.words:,} words, {contents.tokens:,} tokens{per_word}")
-    print(f"  {contents.shards} shard{plural}, {contents.bytes / 1e6:,.1f} MB, {contents.dtype or 'no tokens'}")
+    totals = (contents.documents, "document"), (contents.words, "word"), (contents.tokens, "token")
+    print(f"  {', '.join(counted(*total) for total in totals)}{per_word}")
+    print(f"  {counted(contents.shards, 'shard')}, {contents.bytes / 1e6:,.1f} MB, {contents.dtype or 'no tokens'}")
     print(f"  {contents.vocab_size:,} ids, tokenizer {contents.tokenizer_hash[:12]}")
     print(f"  made by {contents.created_by.get('script', 'an unknown program')}")
     print(f"  document length in tokens: {contents.shortest:,} to {contents.longest:,}, mean {per_document:,.1f}")
     most = max(contents.lengths.values(), default=1)
-    for start, count in contents.lengths.items():
-        bar = "#" * max(1, round(_BAR * count / most))
-        print(f"  {start:>9,} - {2 * start - 1:<9,} {count:>12,}  {bar}")
+    for start, number in contents.lengths.items():
+        bar = "#" * max(1, round(_BAR * number / most))
+        print(f"  {start:>9,} - {2 * start - 1:<9,} {number:>12,}  {bar}")
 
 
 def _folders(path: Path) -> list[Path]:

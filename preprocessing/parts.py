@@ -31,14 +31,13 @@ import numpy as np
 
 from data.files import write_atomically
 from data.shards import MANIFEST_NAME, Shard, open_shard, read_manifest, resolve_shards
-from preprocessing.command_line import CommandError
-from preprocessing.corpora import InputFile
-from preprocessing.shard_folder import JOURNAL_NAME, FolderPlan, ShardFolder, first_difference
+from preprocessing.command_line import CommandError, counted
+from preprocessing.inputs import InputFile
+from preprocessing.shard_folder import JOURNAL_NAME, FolderPlan, ShardFolder, first_difference, flag_of
 from preprocessing.split_writer import WORDS_NAME
 
 PARTS_NAME = ".parts"
 MERGED_TOKENS = 1 << 20  # at a time
-_FLAGS = {"inputs": "--input", "tokenizer": "--tokenizer_path"}
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -170,9 +169,9 @@ class PartsFolder:
         key = first_difference(found, mine)
         if not key:
             return
-        values = f" ({found.get(key)} there, {mine.get(key)} here)" if key not in _FLAGS else ""
+        values = f" ({found.get(key)} there, {mine.get(key)} here)" if key not in ("inputs", "tokenizer") else ""
         raise CommandError(
-            f"{_FLAGS.get(key, '--' + key)} differs from what the parts in {self._folder} are made with{values}; give "
+            f"{flag_of(key)} differs from what the parts in {self._folder} are made with{values}; give "
             f"all parts the same, on the same files, or {self.plan.start_again} to start again"
         )
 
@@ -223,11 +222,11 @@ class PartsFolder:
         if not sources:
             self._remove()
             raise CommandError(
-                f"--input holds no text in {len(self.plan.inputs)} files; check --input and --text_field"
+                f"--input holds no text in {counted(len(self.plan.inputs), 'file')}; check --input and --text_field"
             )
-        if counts.get("bad_lines", 0) and not self.plan.skip_bad_lines:
+        if (bad := counts.get("bad_lines", 0)) and not self.plan.skip_bad_lines:
             raise CommandError(
-                f"--output {self.plan.folder} has parts that passed over {counts['bad_lines']:,} malformed lines; add "
+                f"--output {self.plan.folder} has parts that passed over {counted(bad, 'malformed line')}; add "
                 f"--skip_bad_lines, or {self.plan.start_again} to start again"
             )
         folder.open()

@@ -32,6 +32,7 @@ _OURS = re.compile(
     rf"(shard_\d+\.shard(\.offsets)?|manifest\.json|journal\.json|tokenizer\.json|{WORDS_NAME})(\.partial)?"
 )
 _SPLITS = ("train", "validation")
+_FLAGS = {"inputs": "--input", "tokenizer": "--tokenizer_path", "script": "the script", "format": "the format"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class ShardFolder:
             _refuse_foreign_files(folder)
         elif self.is_complete():
             return False
-        elif (journal := self._read_journal()) is not None:
+        elif (journal := self._read_journal()) is not None and journal["position"]:
             self._start(journal)
             return True
         _clear(folder, self.plan.tokenizer_path)
@@ -252,7 +253,10 @@ class ShardFolder:
         raise CommandError(f"{path} is damaged; {self.plan.start_again} to start again")
 
     def _check_journal(self, journal: dict[str, Any]) -> None:
+        if not journal["position"]:  # nothing is done yet, as after a mistake in the flags: `open` begins anew
+            return
         difference = first_difference(journal["identity"], self.plan.identity)
+        difference = flag_of(difference) if difference else ""
         if not difference and journal["counts"].get("bad_lines", 0) and not self.plan.skip_bad_lines:
             difference = "--skip_bad_lines"
         if difference:
@@ -263,27 +267,50 @@ class ShardFolder:
 
     def _check_complete(self, complete: list[Path]) -> None:
         folder = self.plan.folder
-        difference = "" if complete == [folder / name for name in self.plan.splits] else "validation_fraction"
+        same_splits = complete == [folder / name for name in self.plan.splits]
+        difference = "" if same_splits else flag_of("validation_fraction")
         for part in complete:
             manifest = read_manifest(part)
             created_by = manifest["created_by"]
-            kept = {name: created_by.get(name) for name in self.plan.made_by}
-            difference = difference or first_difference(kept, self.plan.made_by)
+            if not difference and (key := first_difference(*map(self._comparable, (created_by, self.plan.made_by)))):
+                difference = flag_of(key)
             if not difference and manifest["tokenizer_hash"] != self.plan.tokenizer_hash:
-                difference = "tokenizer"
+                difference = flag_of("tokenizer")
             if not difference and created_by.get("bad_lines", 0) and not self.plan.skip_bad_lines:
                 difference = "--skip_bad_lines"
             if not difference and manifest["shards"]:
                 resolve_shards(part)  # all there, with their sizes
-            made = (part / MANIFEST_NAME).stat().st_mtime_ns
-            newer = [path for path in self.plan.inputs if path.stat().st_mtime_ns > made]
-            if not difference and newer:
-                difference = f"{newer[0]}, which was changed later"
+            if not difference and (path := self._changed_input(part, created_by)):
+                difference = f"{path}, which was changed since"
         if difference:
             raise CommandError(
                 f"--output {folder} holds a corpus that differs in {difference}; choose another folder, or "
                 f"{self.plan.start_again} to replace it"
             )
+
+    def _comparable(self, made_by: dict[str, Any]) -> dict[str, Any]:
+        """What a manifest and the plan must have in common; when a file was changed is `_changed_input`'s."""
+        inputs = [(entry["name"], entry["bytes"]) for entry in made_by.get("inputs", [])]
+        return {**{name: made_by.get(name) for name in self.plan.made_by}, "inputs": inputs}
+
+    def _changed_input(self, part: Path, created_by: dict[str, Any]) -> Path | None:
+        """The first input that was changed since a manifest was made, although names and sizes are the same."""
+        made = (part / MANIFEST_NAME).stat().st_mtime_ns
+        for path, then, now in zip(self.plan.inputs, created_by["inputs"], self.plan.made_by["inputs"], strict=True):
+            known = "modified" in then  # older manifests lack it
+            if then["modified"] != now["modified"] if known else now["modified"] > made:
+                return path
+        return None
+
+
+def described_input(name: str, size: int, modified: int) -> dict[str, Any]:
+    """An input as manifests tell of it: its name, bytes, and when it was last changed (nanoseconds since 1970)."""
+    return {"name": name, "bytes": size, "modified": modified}
+
+
+def flag_of(key: str) -> str:
+    """The flag that sets a key of an identity, for messages."""
+    return _FLAGS.get(key, f"--{key}")
 
 
 def first_difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:

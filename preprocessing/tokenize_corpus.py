@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,14 +35,16 @@ from preprocessing.command_line import (
     Parser,
     Terminated,
     add_input_flags,
+    counted,
     fraction,
     positive_int,
     run,
 )
-from preprocessing.corpora import DOCUMENT_BYTES, CorpusError, InputFile, Position, find_inputs, read_chunks
+from preprocessing.corpora import DOCUMENT_BYTES, Position, read_chunks
 from preprocessing.encoding import EncodedChunk, EncoderSettings, encode_in_order
+from preprocessing.inputs import CorpusError, InputFile, find_inputs
 from preprocessing.parts import PartsFolder, number_of_parts, refuse_parts, share
-from preprocessing.shard_folder import FolderPlan, ShardFolder
+from preprocessing.shard_folder import FolderPlan, ShardFolder, described_input
 from preprocessing.tokenizer import load_tokenizer, vocabulary_size
 
 DEFAULT_SHARD_SIZE = 100_000_000
@@ -114,7 +117,7 @@ def tokenize_part(
         options = {"workers": workers if mine else 1, "journal_seconds": journal_seconds, "progress": progress}
         _fill(plan, mine, settings, may_be_empty=True, **options)
     complete = folder.record(part)
-    line = f"part {part} ({len(mine)} of {len(files)} files) is complete, as are {complete} of {parts} parts"
+    line = f"part {part} ({len(mine)} of {counted(len(files), 'file')}) is complete, as are {complete} of {parts} parts"
     if complete < parts:
         return f"{line}; whoever completes the last merges them"
     if not folder.can_lock:  # another process may see the same, and two would spoil each other's work
@@ -164,19 +167,19 @@ def _fill(
         if not folder.open(overwrite):
             return None
         start = Position(**folder.position)
-        before = sum(file.size for file in files[: start.file])
-        total = sum(file.size for file in files)
+        before = [0, *accumulate(file.size for file in files)]  # bytes before each file
         started, bytes_before = time.monotonic(), folder.counts.get("text_bytes", 0)
         encoded_chunks = encode_in_order(read_chunks(files, settings.text_field, start), settings, workers)
-        bar = tqdm(total=total, initial=before, unit="B", unit_scale=True, desc="tokenizing", disable=not progress)
+        scale = {"total": before[-1], "initial": before[start.file], "unit": "B", "unit_scale": True}
+        bar = tqdm(**scale, desc="tokenizing", disable=not progress)
         with bar, closing(encoded_chunks), folder.journal(journal_seconds) as save_when_due:
             for chunk in encoded_chunks:
                 _add(folder, chunk)
-                bar.update(sum(file.size for file in files[: chunk.end.file]) + chunk.progress - bar.n)
+                bar.update(before[chunk.end.file] + chunk.progress - bar.n)
                 save_when_due()
         if not may_be_empty and not sum(writer.total("documents") for writer in folder.writers):
             folder.clear()
-            raise CorpusError(f"--input holds no text in {len(files)} files; check --input and --text_field")
+            raise CorpusError(f"--input holds no text in {counted(len(files), 'file')}; check --input and --text_field")
         folder.complete()
         return _summary(folder, started, bytes_before)
 
@@ -204,6 +207,7 @@ def _plan(files: Sequence[InputFile], output: Path, settings: EncoderSettings, s
     options = {
         "script": "preprocessing/tokenize_corpus.py",
         "text_field": settings.text_field,
+        "other_files": settings.other_files,
         "validation_fraction": settings.validation_fraction,
         "shard_size": shard_size,
     }
@@ -220,7 +224,7 @@ def _plan(files: Sequence[InputFile], output: Path, settings: EncoderSettings, s
         inputs=tuple(file.path for file in files),
         skip_bad_lines=settings.skip_bad_lines,
         identity={**options, **versions, "tokenizer": digest, "inputs": described},
-        made_by={**options, "inputs": [{"name": file.name, "bytes": file.size} for file in files]},
+        made_by={**options, "inputs": [described_input(file.name, file.size, file.modified) for file in files]},
     )
 
 
@@ -244,15 +248,16 @@ def print_summary(summary: Summary) -> None:
     for split in summary.splits:
         per_word = split.tokens / max(split.words, 1)
         print(
-            f"{split.name or 'total'}: {split.documents:,} documents, {split.words:,} words, {split.tokens:,} tokens "
-            f"({per_word:.3f} tokens per word) in {split.shards} shard{'s' * (split.shards != 1)}"
+            f"{split.name or 'total'}: {counted(split.documents, 'document')}, {counted(split.words, 'word')}, "
+            f"{counted(split.tokens, 'token')} ({per_word:.3f} tokens per word) in {counted(split.shards, 'shard')}"
         )
         if not split.documents:
             print(f"warning: no document fell into {split.name}; raise --validation_fraction", file=sys.stderr)
     counts = summary.counts
-    print(f"dropped: {counts['empty_documents']:,} empty documents, {counts['bad_lines']:,} malformed lines")
+    empty, bad = counted(counts["empty_documents"], "empty document"), counted(counts["bad_lines"], "malformed line")
+    print(f"dropped: {empty}, {bad}")
     if counts["special_tokens"]:
-        print(f"note: the tokenizer produced {counts['special_tokens']:,} special ids such as <unk>")
+        print(f"note: the tokenizer produced {counted(counts['special_tokens'], 'special id')} such as <unk>")
     print(f"{summary.seconds:.1f} seconds, {summary.bytes_per_second / 1e6:.1f} MB of text per second")
 
 
@@ -330,9 +335,13 @@ def _check_parts(arguments: argparse.Namespace) -> None:
 
 def command(arguments: argparse.Namespace) -> int:
     _check_parts(arguments)
-    files = find_inputs(arguments.input)
+    files = find_inputs(arguments.input, arguments.other_files)
     settings = EncoderSettings(
-        arguments.tokenizer_path, arguments.text_field, arguments.skip_bad_lines, arguments.validation_fraction
+        arguments.tokenizer_path,
+        arguments.text_field,
+        arguments.skip_bad_lines,
+        arguments.validation_fraction,
+        arguments.other_files,
     )
     merging = {"shard_size": arguments.shard_size, "journal_seconds": arguments.journal_seconds}
     options = {**merging, "workers": arguments.workers, "progress": sys.stderr.isatty()}

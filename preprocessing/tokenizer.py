@@ -78,9 +78,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     for number, token in enumerate(SPECIAL_TOKENS[:5]):
         if tokenizer.token_to_id(token) != number:
             found = tokenizer.token_to_id(token)
+            has = f"no {token}" if found is None else f"{token} at id {found}"
             raise ShardError(
-                f"the tokenizer {path} has {token} at id {found} where training expects {number}; make one with "
-                "preprocessing/train_tokenizer.py"
+                f"the tokenizer {path} has {has}, but training expects {' '.join(SPECIAL_TOKENS[:5])} at ids 0 to 4; "
+                "make one with preprocessing/train_tokenizer.py"
             )
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -102,9 +103,9 @@ class DocumentEncoder:
     """Turns documents into token ids, on one core, in bounded memory.
 
     Where the tokenizer's pre-tokeniser is ours or GPT-2's, ids are looked up by stretch (about a word) in a bounded
-    cache, which is some ten times faster than the library on every text and exactly equal to it. Other tokenizers, and
-    `cache=False`, go through the library alone. A document beyond 1 M characters is encoded in pieces that end before a
-    line break; ours cuts there anyway, so that changes nothing.
+    cache. That is exactly equal to the library, and faster where words come again: in English a few times, in Chinese
+    without spaces not at all. Other tokenizers, and `cache=False`, go through the library alone. A document beyond 1 M
+    characters is encoded in pieces that end before a line break; ours cuts there anyway, so that changes nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, cache: bool = True) -> None:

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
@@ -23,9 +24,10 @@ from tokenizers import Tokenizer, trainers
 from tqdm import tqdm
 
 from data.files import write_atomically
-from preprocessing.command_line import CommandError, Parser, add_input_flags, positive_int, run
-from preprocessing.corpora import CorpusError, InputFile, find_inputs, read_chunks
+from preprocessing.command_line import CommandError, Parser, add_input_flags, counted, positive_int, run
+from preprocessing.corpora import read_chunks
 from preprocessing.documents import parse_chunk
+from preprocessing.inputs import CorpusError, InputFile, find_inputs
 from preprocessing.tokenizer import (
     ALPHABET,
     SMALLEST_VOCABULARY,
@@ -56,11 +58,11 @@ def read_documents(
     """The documents of a corpus one by one (very long ones in parts), with a progress bar if it gets a title.
 
     Raises CorpusError for what cannot be read, and for a malformed line unless told to skip."""
-    total = sum(file.size for file in files)
-    with tqdm(total=total, unit="B", unit_scale=True, desc=progress, disable=not progress) as bar:
+    before = [0, *accumulate(file.size for file in files)]  # bytes before each file
+    with tqdm(total=before[-1], unit="B", unit_scale=True, desc=progress, disable=not progress) as bar:
         for chunk in read_chunks(files, text_field):
             yield from parse_chunk(chunk, text_field, skip_bad_lines)[0]
-            bar.update(sum(file.size for file in files[: chunk.end.file]) + chunk.progress - bar.n)
+            bar.update(before[chunk.end.file] + chunk.progress - bar.n)
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, min_frequency: int) -> Tokenizer:
@@ -136,7 +138,7 @@ def command(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--report_megabytes {arguments.report_megabytes} must be above 0")
     if output.is_dir() or not output.parent.is_dir():
         raise CommandError(f"--output {output} cannot be written; give a file in a folder that exists")
-    files = find_inputs(arguments.input)
+    files = find_inputs(arguments.input, arguments.other_files)
     if output.exists() and not arguments.overwrite:
         print(f"{output} exists: training to see whether it would be the same (--overwrite replaces it)")
 
@@ -145,7 +147,7 @@ def command(arguments: argparse.Namespace) -> int:
     texts = read_documents(*reading, progress="reading" if show else "")
     tokenizer = train_tokenizer(texts, arguments.vocab_size, arguments.min_frequency)
     if tokenizer.get_vocab_size() == SMALLEST_VOCABULARY and not any(read_documents(*reading)):
-        raise CorpusError(f"--input holds no text in {len(files)} files; check --input and --text_field")
+        raise CorpusError(f"--input holds no text in {counted(len(files), 'file')}; check --input and --text_field")
     content = tokenizer.to_str(pretty=True).encode()
     if output.exists() and output.read_bytes() == content:
         print(f"{output} is unchanged")

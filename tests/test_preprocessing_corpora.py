@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
+import os
 import re
 import sys
 import tempfile
@@ -19,9 +22,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from preprocessing import corpora
-from preprocessing.corpora import CorpusError, InputFile, Position, find_inputs, read_chunks
+from preprocessing.corpora import Position, read_chunks
 from preprocessing.documents import parse_chunk
+from preprocessing.inputs import CorpusError, InputFile, find_inputs
 
+COMPRESSORS = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,  # as the command-line tool does
+}
 DOCUMENTS = ["One line.", "Two\nlines — é 🙂", "  indented\n\ttab ", "x" * 300, "</s><mask>"]
 
 
@@ -54,7 +64,7 @@ def test_folders_globs_and_order(tmp_path):
     names = ["b.txt", "a/z.jsonl.gz", "a/y.txt.zst", "a/note.md", "c.parquet", ".hidden/d.txt", "d.train", "D.TXT"]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+        (tmp_path / name).write_bytes(b"x")
     found = find_inputs([tmp_path])
     assert [file.name for file in found] == ["D.TXT", "a/y.txt.zst", "a/z.jsonl.gz", "b.txt", "c.parquet"]
     assert [(file.kind, file.compression) for file in found] == [
@@ -69,23 +79,67 @@ def test_folders_globs_and_order(tmp_path):
     assert [file.name for file in find_inputs([f"{tmp_path}/**/*.gz"])] == ["z.jsonl.gz"]
 
 
+def test_what_a_folder_holds_that_is_not_read_is_counted_and_named(tmp_path, capsys):
+    files = ["a.txt", "AA/wiki_00", "AA/wiki_01", "b.tsv", "c.json", "e.7z", "f.train", ".g.txt", "old.tar.gz"]
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    assert [file.name for file in find_inputs([tmp_path])] == ["a.txt"]
+    (note,) = capsys.readouterr().out.splitlines()
+    assert note.startswith("note: of --input, 9 files are not read: ")
+    for part in (
+        f"--other_files text (or jsonl) reads 2 without suffix (such as {tmp_path}/AA/wiki_00), 1 .tsv (such as",
+        f"a glob in quotes reads 1 .json (such as {tmp_path}/c.json), 1 .train (such as",
+        f"unpack 1 .7z (such as {tmp_path}/e.7z), 1 .tar.gz (such as",
+        f"rename 1 hidden (such as {tmp_path}/.g.txt)",
+        f"mend 1 broken link (such as {tmp_path}/gone.txt)",
+    ):
+        assert part in note
+    read = {file.name: file.kind for file in find_inputs([tmp_path], "jsonl")}
+    assert read == {"AA/wiki_00": "jsonl", "AA/wiki_01": "jsonl", "a.txt": "text", "b.tsv": "jsonl"}
+    assert [file.kind for file in find_inputs([f"{tmp_path}/*.json"])] == ["jsonl"]
+    capsys.readouterr()
+    find_inputs([tmp_path / "a.txt"])
+    assert capsys.readouterr().out == ""
+
+
+def test_links_to_folders_are_followed(tmp_path, capsys):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "far" / "b.txt").write_text("b")
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    (tmp_path / "texts" / "wiki").symlink_to(tmp_path / "far")
+    assert [file.name for file in find_inputs([tmp_path / "texts"])] == ["a.txt", "wiki/b.txt"]
+    assert capsys.readouterr().out == ""
+    (tmp_path / "far" / "up").symlink_to(tmp_path / "texts")
+    assert [file.name for file in find_inputs([tmp_path / "texts"])] == ["a.txt", "wiki/b.txt"]
+    assert f"nothing reads 1 link to a folder above it (such as {tmp_path}/texts/wiki/up)" in capsys.readouterr().out
+    (tmp_path / "texts" / "again").symlink_to(tmp_path / "far")
+    with pytest.raises(CorpusError, match=r"wiki/b\.txt twice, also as .*again/b\.txt"):
+        find_inputs([tmp_path / "texts"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["none"], "--input none does not exist"),
         (["*.txt"], "matches no file"),
-        (["folder"], "holds no .txt"),
-        (["folder/x.md"], "has no known format"),
-        (["x.parquet.gz"], "has no known format"),
+        (["folder"], "1 file is not read: --other_files text (or jsonl) reads 1 .md (such as folder/x.md)"),
+        (["folder/x.md"], ".parquet); --other_files text (or jsonl) reads it"),
+        (["x.parquet.gz"], ".parquet); unpack it"),
+        (["x.zip"], ".parquet); unpack it"),
+        (["empty.txt.gz"], "--input empty.txt.gz has 0 bytes, as after a download that failed; get it again"),
+        (["empty.parquet"], "--input empty.parquet has 0 bytes"),
         (["one.jsonl", "*.jsonl"], "names one.jsonl twice"),
     ],
 )
 def test_inputs_that_are_refused(tmp_path, monkeypatch, arguments, sentence):
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
-    for name in ("folder/x.md", "x.parquet.gz", "one.jsonl"):
-        Path(name).touch()
-    with pytest.raises(CorpusError, match=sentence.replace("*", r"\*")):
+    for name in ("folder/x.md", "x.parquet.gz", "x.zip", "one.jsonl", "empty.txt.gz", "empty.parquet"):
+        Path(name).write_text("" if "empty" in name else "x")
+    with pytest.raises(CorpusError, match=re.escape(sentence)):
         find_inputs(arguments)
 
 
@@ -128,11 +182,15 @@ def test_all_formats_give_the_same_documents(tmp_path):
         (tmp_path / name).write_bytes(content)
         half = len(content) // 2  # two gzip members, two zstd frames: what `cat a.gz b.gz` gives
         parts = content[:half], content[half:]
-        (tmp_path / f"{name}.gz").write_bytes(b"".join(map(gzip.compress, parts)))
-        (tmp_path / f"{name}.zst").write_bytes(b"".join(map(zstandard.ZstdCompressor().compress, parts)))
-        for suffix in ("", ".gz", ".zst"):
+        for suffix, compress in COMPRESSORS.items():
+            (tmp_path / f"{name}{suffix}").write_bytes(b"".join(map(compress, parts)))
+        for suffix in ("", *COMPRESSORS):
             assert read(tmp_path / f"{name}{suffix}") == DOCUMENTS
-    for number, kind in enumerate((pyarrow.string(), pyarrow.large_string())):
+    for name in ("x.ndjson", "x.json", "c4-train.00000-of-00512.json.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(jsonl) if name.endswith(".gz") else jsonl)
+        assert read(tmp_path / name) == DOCUMENTS
+    strings = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
+    for number, kind in enumerate((*strings, pyarrow.binary(), pyarrow.large_binary())):
         write_parquet(tmp_path / f"{number}.parquet", DOCUMENTS, kind=kind, row_group_size=2)
         assert read(tmp_path / f"{number}.parquet") == DOCUMENTS
     write_parquet(tmp_path / "d.parquet", DOCUMENTS * 2, column="body", use_dictionary=["body"])
@@ -155,7 +213,7 @@ def test_all_formats_give_the_same_documents(tmp_path):
         ("x.jsonl", b'"a"\n7\n"c"', "line 2: the text is int, not a string"),
         ("x.jsonl", b'"a"\n"\xff"\n"c"', "line 2: byte 2 is not valid UTF-8"),
         ("x.jsonl", b'"a"\n"\\ud800"\n"c"', "line 2: the text has half a surrogate pair"),
-        ("x.jsonl", b'"a"\n' + b"[" * 100_000 + b'\n"c"', "line 2: not valid JSON"),
+        ("x.jsonl", b'"a"\n' + b"[" * 100_000 + b'\n"c"', "line 2: nested deeper than 500 levels"),
         ("x.txt", b"a\n\nb\xff\n\nc", "line 3: byte 2 is not valid UTF-8"),
         ("x.txt", b"a\n\xe9\n\nc", "line 2: byte 1 is not valid UTF-8"),
     ],
@@ -167,6 +225,21 @@ def test_malformed_lines(tmp_path, name, content, problem):
     parsed = [parse_chunk(chunk, skip_bad_lines=True) for chunk in read_chunks(find_inputs([tmp_path / name]))]
     assert [text for texts, _ in parsed for text in texts] == ["a", "c"]
     assert sum(bad for _, bad in parsed) == 1
+
+
+def test_how_deep_json_is_nested_counts_wherever_it_is_parsed(tmp_path):
+    """Not how much of the stack the caller has used: with --workers 1 that is more than in a worker."""
+    fits = '{"text": "fits", "meta": ' + "[" * 499 + "]" * 499 + "}"
+    deeper = fits.replace("[]", "[{}]")
+    other = '{"text": "' + "{[" * 2000 + '\\"["}'
+    (tmp_path / "x.jsonl").write_text("\n".join((fits, deeper, other)))
+    with pytest.raises(CorpusError, match=r"x\.jsonl, line 2: nested deeper than 500 levels"):
+        read(tmp_path / "x.jsonl")
+
+    def from_below(frames: int) -> list[str]:
+        return from_below(frames - 1) if frames else read(tmp_path / "x.jsonl", skip_bad_lines=True)
+
+    assert from_below(0) == from_below(300) == ["fits", "{[" * 2000 + '"[']
 
 
 def test_malformed_rows(tmp_path):
@@ -205,13 +278,15 @@ def test_very_long_lines(tmp_path, monkeypatch):
 
 def test_damaged_files(tmp_path):
     content = "\n\n".join(str(number) for number in range(100_000)).encode()
-    zstd = zstandard.ZstdCompressor(write_checksum=True)  # as the command-line tool does
-    for name, compress in (("x.txt.gz", gzip.compress), ("x.txt.zst", zstd.compress)):
-        whole = compress(content)
+    for suffix, compress in COMPRESSORS.items():
+        name, whole = f"x.txt{suffix}", compress(content)
         for damaged in (whole[: len(whole) // 2], whole[:1000] + b"damage" + whole[1006:], b"no compression at all"):
             (tmp_path / name).write_bytes(damaged)
             with pytest.raises(CorpusError, match=rf"{name} is damaged or truncated"):
                 read(tmp_path / name)
+        (tmp_path / name).write_bytes(whole + b"something else")
+        with pytest.raises(CorpusError, match=rf"{name} is damaged or truncated"):
+            read(tmp_path / name)
         (tmp_path / name).write_bytes(whole + compress(b""))  # an empty frame at the end is no damage
         assert read(tmp_path / name) == content.decode().split("\n\n")
     (tmp_path / "x.parquet").write_bytes(b"PAR1 nonsense")
@@ -219,17 +294,65 @@ def test_damaged_files(tmp_path):
         read(tmp_path / "x.parquet")
 
 
+def test_zstd_windows_beyond_the_librarys_own_limit(tmp_path):
+    """zstd --long=28 to 31, as in Pushshift's files; with a header that asks for more, the sentence is the true one."""
+    for log in (28, 31):
+        parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=log)
+        frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+        (tmp_path / "x.jsonl.zst").write_bytes(frame.compress(b'"a"\n"b"\n') + frame.flush())
+        assert read(tmp_path / "x.jsonl.zst") == ["a", "b"]
+    (tmp_path / "x.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x00" + bytes([22 << 3]) + bytes(8))  # a window of 4 GiB
+    with pytest.raises(CorpusError, match=r"x\.jsonl\.zst takes too much memory to unpack .*; compress it anew"):
+        read(tmp_path / "x.jsonl.zst")
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl.gz", "x.parquet"])
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, name):
+    """Before anything that was read after the change is used. The second file was listed before, and changed."""
+    monkeypatch.setattr(corpora, "CHUNK_BYTES", 100)
+    texts = [f"document {number} " * 3 for number in range(300)]
+
+    def write(path: Path) -> None:
+        lines = "".join(json.dumps(text) + "\n" for text in texts).encode()
+        if name == "x.parquet":
+            write_parquet(path, texts, row_group_size=70)
+        else:
+            path.write_bytes("\n\n".join(texts).encode() if name == "x.txt" else gzip.compress(lines))
+
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir(exist_ok=True)
+        write(tmp_path / str(number) / name)
+    for changed, growth in ((1, True), (2, True), (1, False), (2, False)):
+        files = find_inputs([tmp_path / "1", tmp_path / "2"])
+        chunks = read_chunks(files)
+        next(chunks)
+        path = files[changed - 1].path
+        if growth:
+            with open(path, "ab") as file:
+                file.write(b"more")
+        else:  # other text of the same size
+            os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 4_000_000))
+        read_on: list[corpora.Chunk] = []
+        with pytest.raises(CorpusError, match=rf"/{changed}/{name} was changed while this was at work"):
+            read_on.extend(chunks)
+        assert not any(chunk.path == str(path) for chunk in read_on)
+        write(path)
+
+
 def test_parquet_columns(tmp_path):
     write_parquet(tmp_path / "x.parquet", ["a"], column="body")
-    with pytest.raises(CorpusError, match="no column 'text'; set --text_field to one of number, body"):
+    with pytest.raises(CorpusError, match=r"the column 'text' is not there; set --text_field to one of body$"):
         read(tmp_path / "x.parquet")
-    with pytest.raises(CorpusError, match="column 'number' holds int64, not text"):
+    with pytest.raises(CorpusError, match=r"column 'number' holds int64, not text; set --text_field to one of body$"):
         read(tmp_path / "x.parquet", text_field="number")
+    pyarrow.parquet.write_table(pyarrow.table({"c": [{"text": "a"}]}), tmp_path / "x.parquet")
+    with pytest.raises(CorpusError, match=r"'c' holds struct<text: string>, not text; no other column holds text$"):
+        read(tmp_path / "x.parquet", text_field="c")
 
 
 @pytest.mark.parametrize(("name", "package"), [("x.txt.zst", "zstandard"), ("x.parquet", "pyarrow")])
 def test_missing_packages(tmp_path, monkeypatch, name, package):
-    (tmp_path / name).write_bytes(b"")
+    (tmp_path / name).write_bytes(b"x")
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(CorpusError, match=rf"{name} needs a package .*pip install {package}"):
         read(tmp_path / name)
@@ -316,7 +439,8 @@ def test_reading_takes_little_memory(tmp_path):
     line = "All happy families are alike; every unhappy family is unhappy in its own way.\n"
     (tmp_path / "x.txt").write_text(line * 400_000)
     (tmp_path / "y.txt.gz").write_bytes(gzip.compress((line * 400_000).encode(), 1))
-    for name in ("x.txt", "y.txt.gz"):
+    (tmp_path / "y.txt.zst").write_bytes(zstandard.compress((line * 400_000).encode(), 1))
+    for name in ("x.txt", "y.txt.gz", "y.txt.zst"):
         tracemalloc.start()
         total = sum(chunk.num_bytes for chunk in read_chunks(find_inputs([tmp_path / name])))
         peak = tracemalloc.get_traced_memory()[1]

@@ -20,7 +20,7 @@ from tokenizing import command, contents, make_texts, tokenize
 import data.shards
 from data.shards import ShardWriter
 from preprocessing import corpora, encoding
-from preprocessing.corpora import find_inputs
+from preprocessing.inputs import find_inputs
 
 
 class Crash(BaseException):

@@ -17,8 +17,8 @@ from tokenizing import ROOT, command, contents, make_texts, tokenize
 
 from data.shards import ShardWriter, read_manifest
 from preprocessing import parts, tokenize_corpus
-from preprocessing.corpora import find_inputs
 from preprocessing.encoding import EncoderSettings
+from preprocessing.inputs import find_inputs
 from preprocessing.tokenize_corpus import Summary, merge_parts, tokenize_part
 
 

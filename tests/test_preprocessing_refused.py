@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from runs import refusal
+from tokenizers import Tokenizer, models
 from tokenizing import contents, decoded, make_texts, run
 
 from data.shards import read_manifest
@@ -41,11 +42,11 @@ def test_a_different_folder_is_refused_without_overwrite(flags, tokenizer_path, 
     other = tmp_path / "other.json"
     train_tokenizer(iter(make_texts(300)), 330, 2).save(str(other))
     changes = (
-        (["--shard_size", 1000], "differs in shard_size"),
-        (["--validation_fraction", "0.5"], "differs in validation_fraction"),
-        (["--text_field", "body"], "differs in text_field"),
-        (["--tokenizer_path", other], "differs in tokenizer"),
-        (["--input", flags[1] / "a.txt"], "differs in inputs"),
+        (["--shard_size", 1000], "differs in --shard_size"),
+        (["--validation_fraction", "0.5"], "differs in --validation_fraction"),
+        (["--text_field", "body"], "differs in --text_field"),
+        (["--tokenizer_path", other], "differs in --tokenizer_path"),
+        (["--input", flags[1] / "a.txt"], "differs in --input;"),
     )
     before = contents(tmp_path / "out")
     for change, sentence in changes:
@@ -55,7 +56,7 @@ def test_a_different_folder_is_refused_without_overwrite(flags, tokenizer_path, 
         assert contents(tmp_path / "out") == before
     assert run(*flags, "--validation_fraction", "0.5", "--overwrite") == 0
     assert set(os.listdir(tmp_path / "out")) == {"train", "validation"}
-    assert "differs in validation_fraction" in refused(capsys, *flags)
+    assert "differs in --validation_fraction" in refused(capsys, *flags)
     assert run(*flags, "--overwrite") == 0
     assert contents(tmp_path / "out") == before
 
@@ -65,28 +66,73 @@ def test_changed_inputs_are_noticed(corpus, tokenizer_path, tmp_path, capsys):
     source.write_text("first text")
     flags = ["--input", source, "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
     assert run(*flags) == 0
-    later = (tmp_path / "out" / "manifest.json").stat().st_mtime + 5
-    source.write_text("other text")  # of the same size
-    os.utime(source, (later, later))
-    assert "x.txt, which was changed later" in refused(capsys, *flags)
+    before = source.stat().st_mtime_ns
+    for seconds in (-1000, 5):  # a copy may keep the time of a file that is older than the shards
+        source.write_text("other text")  # of the same size
+        os.utime(source, ns=(before, before + seconds * 10**9))
+        assert "x.txt, which was changed since" in refused(capsys, *flags)
+    os.utime(source, ns=(before, before))
+    assert run(*flags) == 0
+    manifest = tmp_path / "out" / "manifest.json"
+    made = json.loads(manifest.read_text())
+    del made["created_by"]["inputs"][0]["modified"]  # as in older manifests
+    manifest.write_text(json.dumps(made))
+    assert run(*flags) == 0
+    later = manifest.stat().st_mtime_ns + 10**9
+    os.utime(source, ns=(later, later))
+    assert "x.txt, which was changed since" in refused(capsys, *flags)
+    os.utime(source, ns=(before, before))
     (tmp_path / "out" / "shard_00000.shard").write_bytes(b"")
-    os.utime(source, (later - 9, later - 9))
     assert "shard_00000.shard has 0 bytes" in refused(capsys, *flags)
 
 
+def test_a_mistake_in_the_flags_leaves_nothing_to_be_continued(tokenizer_path, tmp_path, capsys):
+    """Not even if the next command names other inputs: nothing was done that could be lost."""
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(20)))
+    flags = ["--output", tmp_path / "out", "--tokenizer_path", tokenizer_path, "--input"]
+    for workers in (1, 2):
+        typo = refused(capsys, *flags, tmp_path / "a.jsonl", "--text_field", "txet", "--workers", workers)
+        assert "a.jsonl, line 1: the object has no field 'txet' (--text_field)" in typo
+    assert run(*flags, tmp_path / "b.jsonl") == 0
+    assert decoded(tmp_path / "out") == make_texts(20)
+
+
+def test_a_file_that_changes_meanwhile_is_refused(corpus, tokenizer_path, tmp_path, monkeypatch, capsys):
+    source = shutil.copytree(corpus, tmp_path / "in")
+    real = encoding.ChunkEncoder.__call__
+
+    def grow(self, chunk):
+        with open(source / "b.jsonl", "a") as file:
+            file.write('"more"\n')
+        return real(self, chunk)
+
+    flags = ["--input", source, "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding.ChunkEncoder, "__call__", grow)
+        assert "b.jsonl was changed while this was at work" in refused(capsys, *flags)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert "unfinished work that differs in --input;" in refused(capsys, *flags)
+    assert run(*flags, "--overwrite") == 0
+
+
 def test_unfinished_work_is_only_continued_as_it_was_begun(corpus, tokenizer_path, tmp_path, monkeypatch, capsys):
+    real = encoding.ChunkEncoder.__call__
+
     def interrupted(self, chunk):
-        raise KeyboardInterrupt
+        if "c.txt" in chunk.path:
+            raise KeyboardInterrupt
+        return real(self, chunk)
 
     source = shutil.copytree(corpus, tmp_path / "in")
     flags = ["--input", source, "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
     with monkeypatch.context() as patch:
         patch.setattr(encoding.ChunkEncoder, "__call__", interrupted)
         assert run(*flags) == 130
-    assert "unfinished work that differs in shard_size" in refused(capsys, *flags, "--shard_size", 7)
+    assert "unfinished work that differs in --shard_size" in refused(capsys, *flags, "--shard_size", 7)
     with open(source / "a.txt", "a") as file:
         file.write("more")
-    assert "unfinished work that differs in inputs" in refused(capsys, *flags)
+    assert "unfinished work that differs in --input;" in refused(capsys, *flags)
     assert run(*flags, "--overwrite") == 0
     (tmp_path / "out" / "journal.json").write_text("{")
     assert "journal.json is damaged; add --overwrite" in refused(capsys, *flags)
@@ -130,7 +176,7 @@ def test_malformed_lines_stop_or_are_counted(tokenizer_path, tmp_path, capsys):
         assert f"{tmp_path}/bad.jsonl, line 11: the text is int, not a string; mend it" in error
         assert not (tmp_path / "out" / "manifest.json").exists()
     assert run(*flags, "--skip_bad_lines") == 0  # goes on where the other stopped
-    assert "dropped: 1 empty documents, 2 malformed lines" in capsys.readouterr().out
+    assert "dropped: 1 empty document, 2 malformed lines" in capsys.readouterr().out
     assert decoded(tmp_path / "out") == make_texts(30)
     assert read_manifest(tmp_path / "out")["created_by"]["bad_lines"] == 2
     assert "differs in --skip_bad_lines" in refused(capsys, *flags)
@@ -140,7 +186,7 @@ def test_malformed_lines_stop_or_are_counted(tokenizer_path, tmp_path, capsys):
     ("change", "sentence"),
     [
         (["--input", "none"], "--input none does not exist"),
-        (["--input", "empty.txt"], "--input holds no text in 1 files"),
+        (["--input", "empty.txt"], "--input holds no text in 1 file;"),
         (["--input", "bad.txt.gz"], "bad.txt.gz is damaged or truncated"),
         (["--tokenizer_path", "none.json"], "cannot read the tokenizer none.json"),
         (["--tokenizer_path", "x.txt"], "cannot read the tokenizer x.txt (not valid JSON)"),
@@ -154,6 +200,25 @@ def test_bad_inputs(tokenizer_path, tmp_path, monkeypatch, capsys, change, sente
     flags = ["--input", "x.txt", "--output", "out", "--tokenizer_path", tokenizer_path, *change]
     assert sentence in refused(capsys, *flags)
     assert not list(Path("out").glob("*.shard"))
+
+
+def test_words_for_one(tokenizer_path, tmp_path, capsys):
+    (tmp_path / "x.txt").write_text("word")
+    flags = ["--input", tmp_path / "x.txt", "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
+    assert run(*flags) == 0
+    assert "total: 1 document, 1 word, 3 tokens (3.000 tokens per word) in 1 shard\n" in capsys.readouterr().out
+
+
+def test_foreign_tokenizers(tmp_path, monkeypatch, capsys):
+    """Such as GPT-2's and RoBERTa's: the sentence says what is expected."""
+    monkeypatch.chdir(tmp_path)
+    Path("x.txt").write_text("some text")
+    for specials, found in ((["<|endoftext|>"], "no <unk>"), (["<s>", "<pad>", "</s>", "<unk>"], "<unk> at id 3")):
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.add_special_tokens(specials)
+        tokenizer.save("foreign.json")
+        error = refused(capsys, "--input", "x.txt", "--output", "out", "--tokenizer_path", "foreign.json")
+        assert f"has {found}, but training expects <unk> <s> </s> <pad> <mask> at ids 0 to 4; make one with" in error
 
 
 def test_bad_flags(capsys):

@@ -18,9 +18,11 @@ from tokenizing import ROOT, command, contents, decoded, make_texts, run, stored
 
 from data.shards import open_shard, read_manifest, sha256_file, tokenizer_hash
 from preprocessing import corpora
-from preprocessing.corpora import CorpusError
-from preprocessing.encoding import is_validation
+from preprocessing.encoding import EncoderSettings, is_validation
+from preprocessing.inputs import CorpusError, InputFile, find_inputs
+from preprocessing.tokenize_corpus import tokenize_files
 from preprocessing.tokenizer import SPECIAL_TOKENS, load_tokenizer
+from preprocessing.train_tokenizer import read_documents
 
 # What comes out
 
@@ -148,6 +150,27 @@ def test_a_split_without_documents_is_pointed_out(tokenizer_path, tmp_path, caps
     assert run(*flags, "--validation_fraction", "0.01") == 0
     assert "no document fell into validation" in capsys.readouterr().err
     assert read_manifest(tmp_path / "out" / "validation")["shards"] == []
+
+
+# Many files
+
+
+def test_the_work_for_a_file_does_not_grow_with_their_number(tokenizer_path, tmp_path, cheap_tokenizing):
+    """Counted, not timed: how often the files' sizes are looked at."""
+    looks: list[str] = []
+
+    class Watched(InputFile):
+        def __getattribute__(self, name: str):
+            if name == "size":
+                looks.append(name)
+            return super().__getattribute__(name)
+
+    for number in range(200):
+        (tmp_path / f"{number}.txt").write_text("some text")
+    files = [Watched(**vars(file)) for file in find_inputs([f"{tmp_path}/*.txt"])]
+    assert tokenize_files(files, tmp_path / "out", EncoderSettings(tokenizer_path)) is not None
+    assert len(list(read_documents(files))) == len(files)
+    assert 0 < len(looks) < 20 * len(files)
 
 
 # Memory

@@ -12,8 +12,8 @@ import zstandard
 
 from data.shards import open_shard, resolve_shards
 from preprocessing import tokenize_corpus
-from preprocessing.corpora import find_inputs
 from preprocessing.encoding import EncoderSettings
+from preprocessing.inputs import find_inputs
 from preprocessing.tokenize_corpus import Summary, tokenize_files
 from preprocessing.tokenizer import load_tokenizer
 from preprocessing.train_tokenizer import train_tokenizer

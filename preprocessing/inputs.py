@@ -1,0 +1,176 @@
+"""Which files to read: what --input names, what of a folder is left out and why, and whether a file stays as it was."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from preprocessing.command_line import CommandError, counted
+
+_KINDS = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+# Read where a file or a glob names them. BabyLM's .train, .dev and .test: a folder of them would mix training and
+# held-out text. Plain .json: beside data it mostly describes the data. (Compressed, as C4's, it is the data.)
+_KINDS_IF_NAMED = {".train": "text", ".dev": "text", ".test": "text", ".json": "jsonl"}
+_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar")  # many files in one
+_READABLE = ".txt, .jsonl, .ndjson (each also .gz, .bz2, .xz, .zst), .json.gz (and so on) and .parquet"
+
+# What reads a file of a folder that is not read as it is
+_FLAG, _GLOB, _UNPACK = "--other_files text (or jsonl) reads", "a glob in quotes reads", "unpack"
+_RENAME, _MEND, _NOTHING = "rename", "mend", "nothing reads"
+_EXAMPLES = 6  # suffixes that the note names for each of these
+
+
+class CorpusError(CommandError):
+    """Input text that cannot be found or read; the message names file and line."""
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file of the input. `name` is relative to what the user named, so it does not depend on where that lies."""
+
+    path: Path
+    name: str
+    kind: str  # "text", "jsonl" or "parquet"
+    compression: str  # "", ".gz", ".bz2", ".xz" or ".zst"
+    size: int  # bytes on the disk
+    modified: int  # nanoseconds since 1970
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A file of a folder that is not read: what would read it, and what it is."""
+
+    remedy: str
+    what: str  # its suffix, or what else is special about it
+    path: Path
+
+
+def find_inputs(arguments: Sequence[str | Path], other_files: str | None = None) -> list[InputFile]:
+    """The files that --input names, in its order; folders and globs in sorted order. Prints one line on what in the
+    folders is not read. other_files: what files with another suffix or none hold, "text" or "jsonl"; None leaves them
+    out. Raises CorpusError for a path that does not exist, holds nothing readable, has an unknown suffix, is compressed
+    and has no bytes, or is named twice."""
+    unread: list[_Unread] = []
+    found = [file for argument in arguments for file in _expand(str(argument), other_files, unread)]
+    seen: dict[Path, Path] = {}
+    for file in found:
+        resolved = file.path.resolve()
+        if resolved in seen:
+            also = f", also as {seen[resolved]}" if seen[resolved] != file.path else ""
+            raise CorpusError(f"--input names {file.path} twice{also}; name each file once")
+        seen[resolved] = file.path
+    if unread:
+        print(f"note: of --input, {_account(unread)}", flush=True)
+    return found
+
+
+def check_unchanged(file: InputFile) -> None:
+    """Raises CorpusError if a file is no longer as it was when it was found: what is stored would be neither."""
+    status = file.path.stat()
+    if (status.st_size, status.st_mtime_ns) != (file.size, file.modified):
+        raise CorpusError(
+            f"{file.path} was changed while this was at work ({file.size:,} bytes before, {status.st_size:,} now); "
+            "begin again when nothing writes to it any more"
+        )
+
+
+def _expand(argument: str, other_files: str | None, unread: list[_Unread]) -> list[InputFile]:
+    path = Path(argument)
+    if path.is_dir():
+        return _folder_files(path, other_files, unread)
+    if path.is_file():
+        return [_describe(path, path.name, other_files)]
+    if not glob.has_magic(argument):
+        raise CorpusError(f"--input {argument} does not exist; give files, folders or globs in quotes")
+    files: list[InputFile] = []
+    for match in sorted(Path(match) for match in glob.glob(argument, recursive=True)):
+        files += _folder_files(match, other_files, unread) if match.is_dir() and "**" not in argument else []
+        files += [_describe(match, match.name, other_files)] if match.is_file() else []
+    if not files:
+        raise CorpusError(f"--input {argument} matches no file; check the glob and put it in quotes")
+    return files
+
+
+def _folder_files(folder: Path, other_files: str | None, unread: list[_Unread]) -> list[InputFile]:
+    inside = sorted(_inside(folder, other_files), key=lambda found: found.path if isinstance(found, _Unread) else found)
+    here = [found for found in inside if isinstance(found, _Unread)]
+    files = [found for found in inside if isinstance(found, Path)]
+    if not files:
+        raise CorpusError(f"--input {folder} holds no {_READABLE}: {_account(here) if here else 'it is empty'}")
+    unread += here
+    return [_describe(path, path.relative_to(folder).as_posix(), other_files) for path in files]
+
+
+def _inside(folder: Path, other_files: str | None, above: tuple[Path, ...] = ()) -> Iterator[Path | _Unread]:
+    """Everything below a folder, in any order. Links to folders are followed."""
+    resolved = folder.resolve()
+    if resolved in above:
+        yield _Unread(_NOTHING, "link to a folder above it", folder)
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            path = Path(entry.path)
+            if entry.name.startswith("."):
+                yield _Unread(_RENAME, "hidden", path)
+            elif entry.is_dir():
+                yield from _inside(path, other_files, (*above, resolved))
+            elif not entry.is_file():
+                broken = entry.is_symlink() and not path.exists()
+                yield _Unread(_MEND, "broken link", path) if broken else _Unread(_NOTHING, "pipe or device", path)
+            else:
+                yield _unread(path, other_files) or path
+
+
+def _unread(path: Path, other_files: str | None) -> _Unread | None:
+    """Why a file in a folder is not read, None if it is."""
+    suffix, compression = _suffixes(path)
+    what = suffix + compression or "without suffix"
+    if suffix in _KINDS_IF_NAMED and not (suffix == ".json" and compression):
+        return _Unread(_GLOB, what, path)
+    return None if _kind(path, other_files) else _Unread(_UNPACK if _is_archive(path) else _FLAG, what, path)
+
+
+def _suffixes(path: Path) -> tuple[str, str]:
+    """The suffix that tells the format, and the compression's ("" for none)."""
+    last = path.suffix.lower()
+    return (Path(path.stem).suffix.lower(), last) if last in _COMPRESSIONS else (last, "")
+
+
+def _is_archive(path: Path) -> bool:
+    suffix, compression = _suffixes(path)
+    return suffix in _ARCHIVES or (suffix == ".parquet" and compression != "")
+
+
+def _kind(path: Path, other_files: str | None) -> str | None:
+    """What a file holds; None where neither its name nor a flag says so."""
+    suffix, _ = _suffixes(path)
+    return None if _is_archive(path) else _KINDS.get(suffix) or _KINDS_IF_NAMED.get(suffix) or other_files
+
+
+def _describe(path: Path, name: str, other_files: str | None) -> InputFile:
+    kind = _kind(path, other_files)
+    if kind is None:
+        remedy = "unpack it" if _is_archive(path) else f"{_FLAG} it"
+        raise CorpusError(f"--input {path} has no known format ({_READABLE}); {remedy}")
+    compression, status = _suffixes(path)[1], path.stat()
+    if not status.st_size and (compression or kind == "parquet"):
+        raise CorpusError(f"--input {path} has 0 bytes, as after a download that failed; get it again or remove it")
+    return InputFile(path, name, kind, compression, status.st_size, status.st_mtime_ns)
+
+
+def _account(unread: Sequence[_Unread]) -> str:
+    """How many files are not read, by what would read them and what they are, with examples."""
+    parts: list[str] = []
+    for remedy in dict.fromkeys(each.remedy for each in unread):
+        some = [each for each in unread if each.remedy == remedy]
+        example = {each.what: each.path for each in reversed(some)}
+        frequent = Counter(each.what for each in some).most_common()
+        named = [f"{number:,} {what} (such as {example[what]})" for what, number in frequent[:_EXAMPLES]]
+        rest = sum(number for _, number in frequent[_EXAMPLES:])
+        parts.append(f"{remedy} {', '.join(named)}" + (f" and {rest:,} others" if rest else ""))
+    return f"{counted(len(unread), 'file')} {'is' if len(unread) == 1 else 'are'} not read: {'; '.join(parts)}"
