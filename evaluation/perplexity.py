@@ -2,8 +2,9 @@
 
     python evaluation/perplexity.py MODEL --data held_out/*.txt --mode all --output perplexity.json
 
-Text files have a blank line between documents; .jsonl files hold a string or an object with --text_field a line; shards
-are those of preprocessing/tokenize_corpus.py. Text is read as in training: `<s> document </s>` after document, cut into
+Text files have a blank line between documents; .jsonl, .ndjson and .json files hold a string or an object with
+--text_field a line; shards are those of preprocessing/tokenize_corpus.py, which also reads compressed text and Parquet.
+Text is read as in training: `<s> document </s>` after document, cut into
 rows of --seq_length tokens, attention inside documents.
 
 - causal: every token but `<s>` is predicted from those before it.
@@ -48,11 +49,13 @@ from evaluation.scoring import (
     load_for_scoring,
     training_flags,
 )
+from training.checks import count
 from training.sentence_scores import Sentences, SpecialIds, count_tokens, token_scores
 from training.validation import validate
 
 _LARGEST_EXPONENT = 700.0
 _DECODED_AT_ONCE = 256
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".parquet")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -119,7 +122,10 @@ def read_documents(path: str, text_field: str) -> list[str]:
     place = Path(path)
     files = [place]
     if place.is_dir():
-        files = sorted(file for file in place.iterdir() if file.is_file() and not file.name.startswith("."))
+        inside = sorted(place.iterdir())
+        files = [file for file in inside if file.is_file() and not file.name.startswith(".")]
+        if left := sorted(set(inside).difference(files)):
+            print(f"note: in --data {path} folders and hidden files are not read: {len(left)}, such as {left[0].name}")
     documents = [document for file in files for document in _read_file(file, text_field)]
     if not documents:
         raise UseError(f"--data: {path} holds no text.")
@@ -127,13 +133,18 @@ def read_documents(path: str, text_field: str) -> list[str]:
 
 
 def _read_file(path: Path, text_field: str) -> Iterator[str]:
+    if path.suffix.lower() in _PACKED:
+        raise UseError(
+            f"--data: {path} is not read here; unpack it or give the shards that preprocessing/tokenize_corpus.py "
+            "makes of it with the model's tokenizer.json."
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UseError(f"--data: {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise UseError(f"--data: {path} is not UTF-8 text (byte {error.start}).") from None
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
         parts = re.split(r"\n(?:[^\S\n]*\n)+", f"\n\n{text}")  # as preprocessing does
         yield from (part.rstrip("\n") for part in parts if part.strip())
         return
@@ -281,7 +292,7 @@ def _exp(loss: float) -> float:
 def table(path: str, found: dict[str, Any]) -> list[str]:
     """The results of a text as lines."""
     lines = [
-        f"{path}: {found['documents']:,} documents, {found['words']:,} words, {found['tokens']:,} tokens, "
+        f"{path}: {count(found['documents'], 'document')}, {found['words']:,} words, {found['tokens']:,} tokens, "
         f"{found['bytes']:,} bytes"
     ]
     lines.append(f"{'':<8}{'loss':>9}{'perplexity':>13}{'per word':>13}{'bits/byte':>11}{'accuracy':>10}")

@@ -131,11 +131,17 @@ def test_windows_score_every_token_once(folder):
         assert (found.ids == 2).sum() == (corpus.num_documents if eos else 0)
 
 
-def test_documents_are_separated_by_blank_lines(tmp_path):
+def test_documents_are_separated_by_blank_lines(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("\n\none\ntwo\n\n \t\n  three \n")
     (tmp_path / "b.dev").write_text("four")
     assert read_documents(str(tmp_path / "a.txt"), "text") == ["one\ntwo", "  three "]
     assert read_documents(str(tmp_path), "text") == ["one\ntwo", "  three ", "four"]
+    assert capsys.readouterr().out == ""
+    (tmp_path / "c.ndjson").write_text('{"text": "five"}\n')
+    (tmp_path / "below").mkdir()
+    assert read_documents(str(tmp_path), "text") == ["one\ntwo", "  three ", "four", "five"]
+    note = f"note: in --data {tmp_path} folders and hidden files are not read: 1, such as below\n"
+    assert capsys.readouterr().out == note
 
 
 def test_refusals_are_one_sentence(folder, tmp_path, capsys):
@@ -143,6 +149,10 @@ def test_refusals_are_one_sentence(folder, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("\n\n")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "bad.jsonl").write_text('{"text": 3}\n')
+    (tmp_path / "packed.txt.gz").write_bytes(b"the cat")
+    for name in ("folder/table.parquet", "nested/below/good.txt"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("the cat")
     write_shard(tmp_path / "other.shard", [np.array([20, 21])], tokenizer_hash="0" * 64, vocab_size=300)
     cases = [
         ("good.txt", ["--seq_length", "3"], "--seq_length is 3"),
@@ -152,6 +162,13 @@ def test_refusals_are_one_sentence(folder, tmp_path, capsys):
         ("empty.txt", [], f"--data: {tmp_path / 'empty.txt'} holds no text"),
         ("bytes.txt", [], f"--data: {tmp_path / 'bytes.txt'} is not UTF-8"),
         ("bad.jsonl", [], f"--data: {tmp_path / 'bad.jsonl'}, line 1: no text in field"),
+        ("packed.txt.gz", [], f"--data: {tmp_path / 'packed.txt.gz'} is not read here"),
+        (
+            "folder",
+            [],
+            f"--data: {tmp_path / 'folder' / 'table.parquet'} is not read here; unpack it or give the shards",
+        ),
+        ("nested", [], f"--data: {tmp_path / 'nested'} holds no text"),
         ("other.shard", [], f"--data: {tmp_path / 'other.shard'} was made with another tokenizer"),
     ]
     for name, options, words in cases:

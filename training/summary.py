@@ -7,6 +7,7 @@ import torch
 from data.loader import micro_batch_rows
 from data.plan import CAUSAL, MASKED
 from model import ModelConfig
+from training.checks import count
 from training.distributed import World
 from training.setup import Inputs
 
@@ -76,9 +77,10 @@ def _batch_line(inputs: Inputs, step: int, world: World) -> str:
     plan = inputs.plan.step(step)
     per_micro = micro_batch_rows(inputs.config.local_batch_size, inputs.config.seq_length, plan.seq_length)
     largest = -(-plan.rows // world.size)
+    pieces = -(-largest // per_micro)
     return (
         f"{plan.rows:,} rows x {plan.seq_length} = {plan.tokens:,} tokens a step, {plan.masked_rows:,} masked + "
-        f"{plan.rows - plan.masked_rows:,} causal, {-(-largest // per_micro)} micro-batches of {per_micro} a device"
+        f"{plan.rows - plan.masked_rows:,} causal, {count(pieces, 'micro-batch')} of {per_micro} a device"
     )
 
 
