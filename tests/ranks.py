@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":  # run as a file: make the repository root importable
     sys.path[0] = str(ROOT)
 
+import torch  # noqa: E402
+
 FAULTS: dict[str, Callable[[int], contextlib.AbstractContextManager]] = {}
 
 
@@ -103,6 +105,32 @@ def bad_norm(rank: int) -> Iterator[None]:
 
     with mock.patch.object(loop, "train_step", step):
         yield
+
+
+def _flips(rank: int, choose: Callable) -> Iterator[None]:
+    """A bit of a tensor that `choose` finds in the state flips on rank 1 after step 5."""
+    from training import loop
+
+    train_step = loop.train_step
+
+    def step(state, *arguments):
+        done = train_step(state, *arguments)
+        if state.step == 5 and rank == 1:
+            choose(state).data.view(torch.int32).view(-1)[3] ^= 1 << 29
+        return done
+
+    with mock.patch.object(loop, "train_step", step):
+        yield
+
+
+@fault
+def flipped_weight(rank: int) -> Iterator[None]:
+    yield from _flips(rank, lambda state: dict(state.model.named_parameters())["transformer.mlp_layers.0.mlp.1.weight"])
+
+
+@fault
+def flipped_average(rank: int) -> Iterator[None]:
+    yield from _flips(rank, lambda state: state.ema.state_dict()["embedding.word_embedding.weight"])
 
 
 def main() -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import dataclass
 
 import pytest
+import torch
 from ranks import Outcome, Run, run_ranks
 from runs import flags, make_inputs
 
+from slurm.environment import Environment
 from training import agreement
 from training.config import FIELDS
+from training.distributed import World
+from training.divergence import DivergenceError, RankCheck
 
 SHORT = {"max_steps": 12, "validate_every": 0, "save_every": 4, "collective_timeout": 0.5}
 
@@ -25,8 +30,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     (folder / "model.json").write_text(json.dumps({**model, "hidden_dropout_prob": 0.2}))
     shutil.copytree(inputs / "train", folder / "copy")
 
-    def run(name: str, *rank_1: str, fault: str = "", **variables: str) -> Run:
-        return Run(flags(inputs, folder / "runs", name, **SHORT), rank_1, variables, fault)
+    def run(name: str, *rank_1: str, fault: str = "", every: int = 0, **variables: str) -> Run:
+        options = {**SHORT, "check_ranks_every": every}
+        return Run(flags(inputs, folder / "runs", name, **options), rank_1, variables, fault)
 
     runs = {
         "max_steps": run("max_steps", "--max_steps=6", "--seed=7"),
@@ -36,6 +42,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         "config_file": run("config_file", f"--config_file={folder / 'model.json'}"),
         "switch": run("switch", HYBRID_FUSED_LOSS="0"),
         "bad_norm": run("bad_norm", fault="bad_norm"),
+        "between saves": run("weight", fault="flipped_weight", every=3),
+        "before a save": run("average", fault="flipped_average"),
         # Places of its own, and what only names them.
         "places": run(
             "places", f"--train_path={folder / 'copy'}/*.shard", "--output_dir=/nowhere", HYBRID_KERNEL_CACHE="/tmp"
@@ -75,6 +83,37 @@ def test_a_norm_that_one_rank_finds_bad_ends_all(outcomes: dict[str, list[Outcom
     assert "step_00000004" in main.text
     assert "waited in vain" not in main.text + other.text
     assert (main.code, other.code) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "words"),
+    [
+        ("between saves", 6, "weights and average, first in transformer.mlp_layers.0."),
+        ("before a save", 8, "average, first in embedding.word_embedding.weight"),
+    ],
+)
+def test_a_flipped_bit_ends_the_run(outcomes: dict[str, list[Outcome]], name: str, step: int, words: str):
+    main, other = outcomes[name]
+    assert f"error: step {step}: ranks 0-1 (" in main.text
+    assert f"differ in {words}" in main.text
+    assert "and there is no majority" in main.text
+    assert re.search(r"the last good checkpoint is \S+step_00000004", main.text)
+    assert "step_00000008" not in main.text
+    assert (main.code, other.code) == (1, 1)
+
+
+def test_the_rank_that_most_others_contradict_is_named():
+    @dataclass(frozen=True)
+    class ThreeRanks(World):
+        def gather(self, value):
+            return [("a", [1, 2, 3]), ("b", [1, 4, 9]), ("a", [1, 2, 3])]
+
+    names = {"weights": ["one", "two"], "average": ["two"], "moments": []}
+    check = RankCheck(7, names, torch.tensor([1, 2, 3]), torch.tensor([[5, 6, 0], [9, 8, 0], [5, 6, 0]]))
+    with pytest.raises(
+        DivergenceError, match=r"^step 7: rank 1 \(b\) .* differ in weights and average, first in two\."
+    ):
+        check.conclude(ThreeRanks(0, 3, torch.device("cpu"), Environment("none")))
 
 
 def test_every_flag_that_names_a_place_exists():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops import cross_entropy, fused_attention, fused_lamb, fused_residual, gated_norm, nvrtc
+from ops import bit_sums, cross_entropy, fused_attention, fused_lamb, fused_residual, gated_norm, nvrtc
 
 # Sizes and offsets: a host compiler lays structures out as NVRTC does.
 
@@ -24,6 +24,7 @@ _DEFINED = {
     fused_residual: {"WIDTH": 768, "SUBLAYERS": 24, "GROUP": 3, "THREADS": 64},
     cross_entropy: {},
     fused_lamb: {},
+    bit_sums: {},
 }
 
 
@@ -89,6 +90,8 @@ def test_shared_memory_is_what_the_source_takes(head_dim: int, stages: int):
 def test_further_sizes_are_those_of_the_sources():
     table = f"sizeof(Tensor) == {5 * 8} && THREADS == {fused_lamb._THREADS} && CHUNK == {fused_lamb._CHUNK}"
     assert not complaints(plain_part(fused_lamb), {}, [table])
+    chunks = f"THREADS == {bit_sums._THREADS} && CHUNK == {fused_lamb._CHUNK}"
+    assert not complaints(plain_part(bit_sums), {}, [chunks])
     states = f"MAX_STATES == {fused_residual._MAX_STATES} && MAX_GROUP == {fused_residual._MAX_GROUP}"
     assert not complaints(plain_part(fused_residual), _DEFINED[fused_residual], [states])
     assert not complaints(plain_part(cross_entropy), {}, [f"THREADS == {cross_entropy._THREADS}"])

@@ -223,6 +223,13 @@ class TrainingConfig:
         "jobs",
         fixed=False,
     )
+    check_ranks_every: int = _flag(
+        1000,
+        "steps between comparisons of weights, average and moments between ranks, bit for bit; ranks that differ end "
+        "the run, and nothing is saved (0: only before each save)",
+        "jobs",
+        fixed=False,
+    )
 
     # hardware
     device: str = _flag(
@@ -286,6 +293,7 @@ def check(config: TrainingConfig) -> None:
         "save_every",
         "keep_last",
         "log_stats_every",
+        "check_ranks_every",
         "n_special_tokens",
         "max_restarts",
         "time_limit_margin",

@@ -37,6 +37,7 @@ from training.checkpoint_names import folder_name, list_checkpoints, newest_step
 from training.compiling import compile_layers
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.distributed import CollectiveError, World, single_world
+from training.divergence import DivergenceError, check_ranks
 from training.ema import Ema
 from training.metrics import Recorder, keep_until, wandb_mode
 from training.micro_step import MicroSteps, records_graphs
@@ -91,6 +92,7 @@ USER_ERRORS = (
     EnvironmentProblem,
     CheckpointError,
     NonFiniteError,
+    DivergenceError,
     RestartRefused,
 )
 
@@ -119,7 +121,7 @@ def main(
             return train(inputs, world, own)
     except USER_ERRORS as error:
         report(str(error), config, world)
-        return 1 if isinstance(error, CheckpointError | NonFiniteError | RestartRefused) else 2
+        return 1 if isinstance(error, CheckpointError | NonFiniteError | DivergenceError | RestartRefused) else 2
     except OtherRankFailed:
         return 1
     except CollectiveError as error:
@@ -247,7 +249,8 @@ class Records:
 
 
 def save(state: TrainState, inputs: Inputs, world: World, records: Records | None) -> None:
-    """Write a checkpoint on rank 0; all ranks learn whether that worked."""
+    """Write a checkpoint on rank 0; all ranks learn whether that worked. Raises DivergenceError where they differ."""
+    check_ranks(state, world)  # what differs must not take the place of a good checkpoint
 
     def write() -> None:
         assert records is not None
@@ -346,13 +349,12 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> int:
         stack.enter_context(closing(loader))
         try:
             stop = _run_steps(state, inputs, world, loader, records, conditions)
-        except NonFiniteError as error:
+        except (NonFiniteError, DivergenceError) as error:
             if not world.is_main:
                 raise OtherRankFailed from error
             newest = next(iter(list_checkpoints(config.run_folder / "checkpoints")), None)
             good = f"the last good checkpoint is {newest}" if newest else "no checkpoint was written yet"
-            hint = "a lower --learning_rate or --max_gradient, or --no-mixed_precision, usually helps"
-            raise NonFiniteError(f"{error}. Nothing was saved since; {good}; {hint}") from error
+            raise type(error)(f"{error}. Nothing was saved since; {good}; {error.hint}") from error
         if records is not None and stop is None:
             records.status(FINISHED, "", state.step)
             records.recorder.publish(state.step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -17,8 +17,10 @@ from data.loader import RowBatch, StepBatch
 from data.masking import fingerprint
 from data.plan import CAUSAL, MASKED, OBJECTIVES
 from model import LTGBert
+from ops.bit_sums import BitSums
 from training.checks import ranks_text
 from training.distributed import World
+from training.divergence import RankCheck, begin_check
 from training.ema import Ema
 from training.micro_step import MicroSteps
 from training.objective import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
@@ -32,6 +34,8 @@ from training.update import WeightUpdate
 class NonFiniteError(RuntimeError):
     """A loss or gradient is not a number; the message says where."""
 
+    hint = "a lower --learning_rate or --max_gradient, or --no-mixed_precision, usually helps"
+
 
 @dataclass
 class TrainState:
@@ -44,6 +48,7 @@ class TrainState:
     ema: Ema
     update: WeightUpdate
     micro_steps: MicroSteps
+    bit_sums: BitSums = field(default_factory=BitSums)
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class PendingStep:
     extra: dict[str, torch.Tensor]
     tokens: int
     finished: torch.cuda.Event | float
+    check: RankCheck | None = None
 
 
 # One step
@@ -145,8 +151,10 @@ def train_step(
         prints = _to_host(world.sum(prints, "the sum of fingerprints"))
     sums = _to_host(world.sum(local_sums.clone(), "the sum of losses"))
     extra = {name: _to_host(value) for name, value in extra.items()}
+    every = config.check_ranks_every
+    check = begin_check(state, world) if every and done % every == 0 else None
     finished = _now(world.device)  # after the copies, which are read once it has passed
-    return PendingStep(facts, weights.share, sums, local_sums, prints, extra, batch.plan.tokens, finished)
+    return PendingStep(facts, weights.share, sums, local_sums, prints, extra, batch.plan.tokens, finished, check)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -235,7 +243,12 @@ class StepLog:
         return records
 
     def _metrics(self, pending: PendingStep, seconds: float) -> dict[str, Any]:
-        """The metrics.jsonl line of a step. Raises NonFiniteError on all ranks where a loss or the norm is bad."""
+        """The metrics.jsonl line of a step.
+
+        Raises on all ranks: DivergenceError where they differ, NonFiniteError where a loss or the norm is bad.
+        """
+        if pending.check is not None:
+            pending.check.conclude(self._world)
         record = dict(pending.facts)
         sums, norm = pending.sums[:-1].view(2, 4).tolist(), float(pending.sums[-1]) / self._world.size
         if not all(math.isfinite(line[LOSS]) for line in sums) or not math.isfinite(norm):

@@ -1,0 +1,52 @@
+"""Checksums of tensors' bits: one flipped bit is always found, on any device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ops.bit_sums import BitSums, plain
+
+SIZES = (1, 3, 255, 256, 257, 4095, 4096, 4097, 70001)
+
+
+def defined(tensor: torch.Tensor) -> int:
+    """The sum by its definition, as an int64."""
+    total = sum((2 * (i % 256) + 1) * bits for i, bits in enumerate(tensor.view(torch.int32).tolist()))
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("size", [0, *SIZES])
+def test_sums_are_those_defined(size: int):
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    assert int(plain(tensor)) == defined(tensor)
+
+
+@given(st.sampled_from(SIZES), st.integers(0, 2**31), st.integers(0, 31))
+def test_one_flipped_bit_changes_the_sum(size: int, place: int, bit: int):
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    before = plain(tensor)
+    tensor.view(torch.int32)[place % size] ^= 1 << bit if bit < 31 else -(1 << 31)
+    assert plain(tensor) != before
+
+
+def test_what_changes_places_changes_the_sum():
+    tensor = torch.arange(300.0)
+    before = plain(tensor)
+    tensor[[7, 8]] = tensor[[8, 7]]
+    assert plain(tensor) != before
+    assert BitSums()([tensor, torch.zeros(2)]).tolist() == [int(plain(tensor)), 0]
+    assert len(BitSums()([])) == 0
+
+
+@pytest.mark.gpu
+def test_the_kernel_gives_the_sums_of_its_twin():
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(size + 1, generator=generator)[1:].cuda() for size in SIZES]
+    tensors += [torch.randn(size + 1, generator=generator).cuda()[1:] for size in SIZES]  # from odd addresses
+    sums = BitSums()
+    for _ in range(2):
+        assert sums(tensors).tolist() == [int(plain(tensor)) for tensor in tensors]
+        tensors.append(torch.randn(5000, generator=generator).cuda())
