@@ -47,6 +47,7 @@ from training.minimal_pairs import (
     mean_of_paradigms,
     objectives,
     read_pair_sets,
+    rightness,
     share,
 )
 from training.sentence_scores import count_tokens
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("Score a model on minimal pairs, such as BLiMP.")
-    add_scoring_flags(parser)
+    add_scoring_flags(parser, document_end=False)
     parser.add_argument(
         "--data", nargs="+", required=True, metavar="PATH",
         help="JSONL files with sentence_good and sentence_bad, or folders of them; every folder is one set",
@@ -146,7 +147,7 @@ def selecting_half(pairs: Sequence[Pair]) -> np.ndarray:
 
 
 def select_temperature(pairs: Sequence[Pair], right: np.ndarray, temperatures: Sequence[float]) -> int:
-    """Index of the temperature with the best mean over files; right: bool [K, n]. Of equals, the one closest to 1."""
+    """Index of the temperature with the best mean over files; right: [K, n]. Of equals, the one closest to 1."""
     means = [mean_of_paradigms(pairs, line).value for line in right]
     return max(range(len(means)), key=lambda k: (means[k], -abs(math.log(temperatures[k])), k))
 
@@ -164,12 +165,13 @@ def summarise(
     if selects:
         found["pairs_for_temperature"] = int(chosen_on.sum())
     for mode, values in scores.items():
-        right = values[:, :, 0] > values[:, :, 1]
+        right = rightness(values)
         best = 0
         if selects:
             choosing = [pair for pair, used in zip(pairs, chosen_on, strict=True) if used]
             best = select_temperature(choosing, right[:, chosen_on], temperatures)
-        entry = {"temperature": temperatures[best], **shares(reported, right[best, ~chosen_on])}
+        ties = int((right[best, ~chosen_on] == 0.5).sum())
+        entry = {"temperature": temperatures[best], "ties": ties, **shares(reported, right[best, ~chosen_on])}
         if selects:
             at_one = right[list(temperatures).index(1.0), ~chosen_on]
             entry["mean_at_temperature_1"] = as_json(mean_of_paradigms(reported, at_one))
@@ -178,7 +180,7 @@ def summarise(
 
 
 def shares(pairs: Sequence[Pair], right: np.ndarray) -> dict[str, Any]:
-    """All results of pairs that are right or not (bool [n]), as JSON."""
+    """All results of pairs, right 1, wrong 0, tied 0.5 ([n]), as JSON."""
     groups = {}
     for field in grouping_fields(pairs):
         having = [index for index, pair in enumerate(pairs) if field in pair.facts]
@@ -237,6 +239,9 @@ def table(name: str, found: dict[str, Any]) -> list[str]:
     for label, cells in rows:
         shown = "".join(f"  {_percent(cell):>20}" for cell in cells)
         lines.append(f"{label:<{width}}{shown}" + (f"  {cells[0]['pairs']:>6,}" if cells else ""))
+    if any(entry["ties"] for entry in modes.values()):
+        counts = ", ".join(f"{mode} {entry['ties']:,}" for mode, entry in modes.items())
+        lines.append(f"ties (both sentences equally probable), each counted as half right: {counts}")
     return [*(line.rstrip() for line in lines), ""]
 
 

@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("Perplexity of held-out text, causal and masked.")
-    add_scoring_flags(parser)
+    add_scoring_flags(parser, document_end=None)
     parser.add_argument(
         "--data", nargs="+", required=True, metavar="PATH",
         help="text files, .jsonl files, folders of them, shards or shard folders; one result for each",
@@ -295,13 +295,13 @@ def table(path: str, found: dict[str, Any]) -> list[str]:
         f"{path}: {count(found['documents'], 'document')}, {found['words']:,} words, {found['tokens']:,} tokens, "
         f"{found['bytes']:,} bytes"
     ]
-    lines.append(f"{'':<8}{'loss':>9}{'perplexity':>13}{'per word':>13}{'bits/byte':>11}{'accuracy':>10}")
+    lines.append(f"{'':<8}{'loss':>9}{'perplexity':>13}{'per word':>15}{'bits/byte':>11}{'accuracy':>10}")
     for mode in ("masked", "causal"):
         if mode in found:
             of = found[mode]
             accuracy = f"{100 * of['accuracy']:8.1f} %" if "accuracy" in of else ""
             lines.append(
-                f"{mode:<8}{of['loss']:>9.4f}{of['perplexity']:>13,.2f}{of['word_perplexity']:>13,.1f}"
+                f"{mode:<8}{of['loss']:>9.4f} {of['perplexity']:>12,.2f} {of['word_perplexity']:>14,.1f}"
                 f"{of['bits_per_byte']:>11.4f}{accuracy}"
             )
     return [*lines, ""]

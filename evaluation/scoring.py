@@ -40,12 +40,13 @@ class ScoringModel:
         return self.usable.model.predict(hidden.flatten(0, 1).index_select(0, positions))
 
 
-def add_scoring_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that choose a model and say how it is run."""
+def add_scoring_flags(parser: argparse.ArgumentParser, document_end: bool | None) -> None:
+    """The flags that choose a model and say how it is run. document_end: the default of that flag, None as trained."""
     add_model_flags(parser)
     parser.add_argument(
-        "--document_end", action=argparse.BooleanOptionalAction, default=None,
-        help="close texts with </s>, as the model was trained (default: what its checkpoint says)",
+        "--document_end", action=argparse.BooleanOptionalAction, default=document_end,
+        help="close texts with </s> (default: "
+        + ("as the model was trained)" if document_end is None else "no: a sentence is no whole document)"),
     )  # fmt: skip
     parser.add_argument(
         "--mixed_precision", action=argparse.BooleanOptionalAction, default=None,

@@ -36,6 +36,25 @@ class Records:
     evaluations: Sequence[Mapping[str, Any]]
 
 
+@dataclass(frozen=True)
+class Stated:
+    """What only the model's makers know: the Hub's name of its license, and ISO 639 codes of its languages."""
+
+    license: str = ""
+    languages: tuple[str, ...] = ()
+
+    def metadata(self) -> str:
+        """Lines of the card's metadata."""
+        license_line = f"license: {self.license}\n" if self.license else ""
+        # In quotes: without them YAML reads "no", Norwegian, as false.
+        return license_line + "".join(
+            ["language:\n", *(f"- '{code}'\n" for code in self.languages)] * bool(self.languages)
+        )
+
+
+NOTHING_STATED = Stated()
+
+
 def read_records(checkpoint: Checkpoint) -> Records:
     """The records of a checkpoint and of the run folder that it lies in."""
     folder = checkpoint.path.parent.parent
@@ -61,15 +80,23 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def model_card(name: str, place: str, config: Mapping[str, Any], parameters: int, ema: bool, records: Records) -> str:
+def model_card(
+    name: str,
+    place: str,
+    config: Mapping[str, Any],
+    parameters: int,
+    ema: bool,
+    records: Records,
+    stated: Stated,
+) -> str:
     """README.md with the metadata that the Hugging Face Hub reads.
 
     place: what from_pretrained is given in the examples. config: ModelConfig's values.
     """
     kind = "GPT-BERT" if config["model_type"] == "gpt-bert" else "LTG-BERT"
     sections = [
-        "---\nlibrary_name: transformers\npipeline_tag: fill-mask\ntags:\n- gpt-bert\n- masked-lm\n- causal-lm\n"
-        "- pretraining\n---",
+        f"---\n{stated.metadata()}library_name: transformers\npipeline_tag: fill-mask\ntags:\n- gpt-bert\n- masked-lm\n"
+        "- causal-lm\n- pretraining\n---",
         f"# {name}",
         f"{kind} with {parameters:,} parameters ({config['num_hidden_layers']} layers of {config['hidden_size']} "
         f"features, {config['num_attention_heads']} heads, vocabulary {config['vocab_size']:,}, "
@@ -99,10 +126,15 @@ pipeline("fill-mask", model=masked, tokenizer=tokenizer)("The <mask> sat on the 
 pipeline("text-generation", model=causal, tokenizer=tokenizer)("Once upon a time", max_new_tokens=32)
 ```
 
-`AutoModel` gives hidden states (bidirectional; causal with `is_causal=True`), `AutoModelForSequenceClassification` a
-new classification head on `<s>`. The tokenizer opens a text with `<s>`; a finished text may be closed with `</s>`. The
-masked model's logits are aligned with its input: position i scores token i. (The network predicts the next token under
-both objectives; the shift is inside, and the first token of a row, which nothing precedes, gets logits 0.)"""
+`AutoModel` gives hidden states (bidirectional; causal with `is_causal=True`), `AutoModelForSequenceClassification` and
+`AutoModelForTokenClassification` a new head on `<s>` or on every token. The tokenizer opens a text with `<s>`, does not
+close it (it may go on), and pads on the right; `generate()` for several texts needs `padding_side="left"`. Words cut
+beforehand keep the space before them: `tokenizer(["The", " cat"], is_split_into_words=True)`. The masked model's logits
+are aligned with its input: position i scores token i. (The network predicts the next token under both objectives; the
+shift is inside, and the first token of a row, which nothing precedes, gets logits 0.)
+
+**BabyLM's evaluation pipeline:** backends `causal` and `mlm`. Not `mntp`, which would shift the logits a second time:
+it gives no error, and scores that mean nothing. Fine-tuning works with and without its causal option."""
 
 
 def _training(records: Records) -> str:
@@ -152,12 +184,20 @@ def _results(records: Records, ema: bool) -> str:
     for content in records.evaluations:
         if content.get("weights") == ("trained" if ema else "ema"):
             continue
-        for name, found in content["sets"].items():
-            for mode, entry in found.get("modes", {}).items():
-                mean = entry.get("mean", {}).get("accuracy")
-                if mean is not None:
-                    rows.append((f"minimal pairs: {name}, {mode}", f"{100 * mean:.1f} %"))
+        rows += _pair_rows(content["sets"])
     return "## Results\n\n" + _table(("measured", "value"), rows[:_MOST_RESULTS]) if rows else ""
+
+
+def _pair_rows(sets: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The scores in a result file; none where another program's file happens to have "sets"."""
+    try:
+        return [
+            (f"minimal pairs: {name}, {mode}", f"{100 * entry['mean']['accuracy']:.1f} %")
+            for name, found in sets.items()
+            for mode, entry in found["modes"].items()
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return []
 
 
 def _limits(records: Records) -> str:

@@ -1,6 +1,6 @@
 """Turn a trained model into a folder that the transformers library loads, without this repository.
 
-    python export/to_huggingface.py MODEL OUT [--ema] [--push USER/NAME]
+    python export/to_huggingface.py MODEL OUT [--ema] [--license apache-2.0] [--language en] [--push USER/NAME]
 
 OUT holds the weights (safetensors), a configuration, the code of the model, the tokenizer, and a model card written
 from the run's records. `trust_remote_code=True` lets transformers run that code.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from data.files import sync_folder, take_folder_mode
-from export.model_card import model_card, read_records
+from export.model_card import NOTHING_STATED, Stated, model_card, read_records
 from model import LTGBert, ModelConfigError
 from training.checkpoint import Checkpoint, CheckpointError, load_model, locate
 from training.exported import TOKENIZER_NOTE, adapt_tokenizer, is_exported
@@ -58,11 +59,21 @@ def main(arguments: list[str] | None = None) -> int:
         "--push", default="", metavar="USER/NAME",
         help="also upload to this repository of the Hugging Face Hub, which is made private where it is new",
     )  # fmt: skip
+    parser.add_argument(
+        "--license", default="", metavar="NAME",
+        help="for the model card: the Hub's name of a license, such as apache-2.0 (default: none is stated)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--language", nargs="+", default=[], metavar="CODE",
+        help="for the model card: ISO 639 codes of the languages of the texts, such as en (default: none is stated)",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     try:
+        stated = Stated(options.license, tuple(options.language))
+        check_stated(stated)
         if options.push:
             check_hub(options.push)
-        export(options.model, options.output, ema=options.ema, name=options.push)
+        export(options.model, options.output, ema=options.ema, name=options.push, stated=stated)
         print(f"{options.output} is ready: transformers loads it with trust_remote_code=True", flush=True)
         if options.push:
             print(f"uploaded to {push(options.output, options.push)}")
@@ -75,7 +86,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def export(model_path: str | Path, output: Path, ema: bool = False, name: str = "") -> None:
+def export(
+    model_path: str | Path,
+    output: Path,
+    ema: bool = False,
+    name: str = "",
+    stated: Stated = NOTHING_STATED,
+) -> None:
     """Write `output`, whole or not at all. name: how the model card calls the model (default: the run's name).
 
     Raises ExportError, CheckpointError or ModelConfigError.
@@ -89,7 +106,7 @@ def export(model_path: str | Path, output: Path, ema: bool = False, name: str = 
     if missing:
         raise ExportError(f"the tokenizer of {checkpoint.path} lacks {', '.join(missing)}, which exported models need")
     with writing(output) as (temporary, finish):
-        write_files(temporary, checkpoint, model, ema, name, name or output.name)
+        write_files(temporary, checkpoint, model, ema, name, name or output.name, stated)
         finish(temporary)
 
 
@@ -123,7 +140,18 @@ def check_output(output: Path) -> None:
         raise ExportError(f"OUT {output} exists already; give a new folder, or remove it first")
 
 
-def write_files(folder: Path, checkpoint: Checkpoint, model: LTGBert, ema: bool, name: str, place: str) -> None:
+def check_stated(stated: Stated) -> None:
+    """Refuse what the Hub's metadata cannot hold. Raises ExportError."""
+    if stated.license and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", stated.license):
+        raise ExportError(f"--license {stated.license!r} is none of the Hub's names, such as apache-2.0 or cc-by-4.0")
+    for code in stated.languages:
+        if not re.fullmatch(r"[a-z]{2,3}", code):
+            raise ExportError(f"--language {code!r} is no ISO 639 code of two or three small letters, such as en")
+
+
+def write_files(
+    folder: Path, checkpoint: Checkpoint, model: LTGBert, ema: bool, name: str, place: str, stated: Stated
+) -> None:
     """All files of an exported model; `name` and `place` are those of the model card."""
     from safetensors.torch import save_file
 
@@ -145,7 +173,7 @@ def write_files(folder: Path, checkpoint: Checkpoint, model: LTGBert, ema: bool,
     for file, content in contents.items():
         (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     title = name or flags.get("name") or checkpoint.path.name
-    card = model_card(title, place, config, model.num_parameters(), ema, records)
+    card = model_card(title, place, config, model.num_parameters(), ema, records, stated)
     (folder / "README.md").write_text(card, encoding="utf-8")
     for file in _SHIPPED:
         shutil.copyfile(Path(__file__).with_name(file), folder / file)

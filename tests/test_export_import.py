@@ -73,6 +73,18 @@ def test_averaged_weights(tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_license_and_languages_of_the_card(tmp_path, capsys):
+    checkpoint = make_checkpoint(tmp_path, random_model("gpt-bert"))
+    given = [str(checkpoint), str(tmp_path / "out")]
+    refused(to_huggingface, [*given, "--license", "Apache 2"], capsys, "--license 'Apache 2'", "apache-2.0")
+    refused(to_huggingface, [*given, "--language", "en", "English"], capsys, "--language 'English'", "ISO 639")
+    assert to_huggingface.main([*given, "--license", "cc-by-4.0", "--language", "no", "sme"]) == 0
+    head = (tmp_path / "out" / "README.md").read_text().split("---\n")[1]
+    assert head.startswith("license: cc-by-4.0\nlanguage:\n- 'no'\n- 'sme'\nlibrary_name: transformers\n")
+    assert to_huggingface.main([str(checkpoint), str(tmp_path / "plain")]) == 0
+    assert (tmp_path / "plain" / "README.md").read_text().startswith("---\nlibrary_name: transformers\n")
+
+
 def test_model_card_tells_the_run(trained, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(trained / "runs" / "run", run)

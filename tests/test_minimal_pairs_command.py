@@ -106,7 +106,7 @@ def checkpoint(model, tokenizer, tmp_path_factory) -> Path:
         tmp_path_factory.mktemp("checkpoint"),
         7,
         {"model": weights, "ema": {name: torch.zeros_like(value) for name, value in weights.items()}},
-        {"flags": {"document_end": False}},
+        {"flags": {"document_end": True}},
         files,
     )
 
@@ -123,7 +123,7 @@ def test_command_line(model, tokenizer, checkpoint, tmp_path, capsys):
     assert "set: 9 pairs in 2 files" in printed
     assert "by linguistics_term" in printed
     results = json.loads(output.read_text())
-    assert results["document_end"] is False  # as the checkpoint says
+    assert results["document_end"] is False  # whatever closed the documents of training
     modes = results["sets"]["set"]["modes"]
     assert list(modes) == ["masked", "causal", "fused"]
     each = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
@@ -135,17 +135,20 @@ def test_command_line(model, tokenizer, checkpoint, tmp_path, capsys):
         assert line["sentence_bad"] == lines[index]["sentence_bad"]
     for mode, found in modes.items():
         right = [line[f"{mode}_good"] > line[f"{mode}_bad"] for line in each]
+        assert found["ties"] == 0
         assert found["all"]["accuracy"] == pytest.approx(sum(right) / 9)
         assert found["mean"]["accuracy"] == pytest.approx((sum(right[:5]) / 5 + sum(right[5:]) / 4) / 2)
         assert found["groups"]["linguistics_term"]["b"]["pairs"] == 4
     if plot:
         assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
 
-    # Uniform probabilities: the averaged weights were used, equal scores are not right, -n log V is the score.
+    # Uniform probabilities: the averaged weights were used, equal scores are half right, -n log V is the score.
     same = write_pairs(tmp_path / "same.jsonl", [pair("a b", "b a")] * 4)
     scored = ["--scores", str(tmp_path / "e.jsonl"), "--ema", "--mode", "causal"]
     assert minimal_pairs.main([str(checkpoint), "--data", str(same), "--device", "cpu", *scored]) == 0
-    assert " 0.0 [0.0, " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert " 50.0 [" in printed
+    assert "counted as half right: causal 4" in printed
     line = json.loads((tmp_path / "e.jsonl").read_text().splitlines()[0])
     count = len(tokenizer.encode("a b", add_special_tokens=False).ids)
     assert line["causal_good"] == pytest.approx(-count * math.log(model.config.vocab_size), rel=1e-5)

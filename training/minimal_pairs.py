@@ -3,7 +3,8 @@
 Files hold a JSON object a line with `sentence_good` and `sentence_bad`, as BLiMP (Warstadt et al., 2020) and its BabyLM
 supplement do; other fields are kept for grouping. A sentence's score is the sum of its tokens' log-probabilities
 (sentence_scores.py): `causal`, `masked` (each token masked in turn), or `fused`, the mean of both, which is their
-average in log space token by token. A pair is right where the good sentence's score is above the other's.
+average in log space token by token. A pair is right where the good sentence's score is above the other's, and half
+right where both are equal.
 """
 
 from __future__ import annotations
@@ -183,8 +184,14 @@ def chosen_modes(mode: str) -> tuple[str, ...]:
 # Results
 
 
+def rightness(scores: np.ndarray) -> np.ndarray:
+    """1.0 where the good sentence of a pair has the higher score, 0.5 where both have the same; [..., 2] -> [...]."""
+    good, bad = scores[..., 0], scores[..., 1]
+    return (good > bad) + 0.5 * (good == bad)
+
+
 def share(right: np.ndarray) -> Share:
-    """Share of true values in bool [n] with Wilson's (1927) score interval, which also holds near 0 and 1."""
+    """Share of right ones in [n], each 0 to 1, with Wilson's (1927) score interval, which also holds near 0 and 1."""
     n, p = len(right), float(right.mean())
     centre, scale = (p + _Z**2 / (2 * n)) / (1 + _Z**2 / n), _Z / (1 + _Z**2 / n)
     half = scale * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2))
@@ -200,7 +207,7 @@ def mean_share(shares: Sequence[Share]) -> Share:
 
 
 def by_group(names: Sequence[str], right: np.ndarray) -> dict[str, Share]:
-    """The share of right pairs (bool [n]) under each of names [n], in order of first appearance."""
+    """The share of right pairs ([n], each 0 to 1) under each of names [n], in order of first appearance."""
     members: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         members.setdefault(name, []).append(index)
@@ -245,7 +252,7 @@ def evaluate_pairs(
     model.train(was_training)
     for name in modes:
         for each, values in zip(scorer.sets, scores[name], strict=True):
-            right = values[0, :, 0] > values[0, :, 1]
+            right = rightness(values[0])
             metrics[f"eval/{name}/{each.name}"] = mean_of_paradigms(each.pairs, right).value
             groups = by_group([pair.phenomenon for pair in each.pairs], right)
             metrics |= {f"eval/{name}/{each.name}/{group}": found.value for group, found in groups.items()}

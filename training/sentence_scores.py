@@ -1,9 +1,10 @@
 """Log-probabilities of every token of many sentences: causal, or each token masked in turn.
 
-The model reads a sentence as `<s> tokens </s>` and predicts the *next* token under both objectives. Causal: token i
+The model reads a sentence as `<s> tokens` and predicts the *next* token under both objectives. Causal: token i
 from the tokens before it. Masked: token i is replaced by `<mask>` and read from output i - 1, which is how the model
-was trained to fill masks; the sum over tokens is the pseudo-log-likelihood of Salazar et al. (2020). `</s>` is never
-scored.
+was trained to fill masks; the sum over tokens is the pseudo-log-likelihood of Salazar et al. (2020). `</s>` is read
+where it is asked for, and never scored: it ends documents, of which a sentence is a part, and most rows of training end
+without it.
 
 Documents never attend to each other, so sentences share rows of one fixed shape; what stands beside a sentence changes
 nothing but rounding.
@@ -47,7 +48,7 @@ class Sentences:
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids of special tokens. eos is None for models that were trained without `</s>` (--no-document_end)."""
+    """Ids of special tokens. eos is None where no `</s>` closes a text, as in pretraining with --no-document_end."""
 
     bos: int
     eos: int | None

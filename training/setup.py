@@ -142,7 +142,7 @@ def read_inputs(config: TrainingConfig) -> Inputs:
     pairs = None
     if config.evaluate_data:
         tokenizer.encode_special_tokens = True  # "</s>" in a text is text
-        special = SpecialIds(options.bos_id, eos, options.pad_id, options.mask_id)
+        special = SpecialIds(options.bos_id, None, options.pad_id, options.mask_id)  # a sentence is no whole document
         pairs = PairScorer(read_pair_sets([config.evaluate_data], "--evaluate_data"), tokenizer, special)
     builder = BatchBuilder(corpus, plan, options)
     held_out_identity = held_out.corpus.identity() if held_out is not None else ""
