@@ -28,9 +28,9 @@ TENSORS, _COUNTS = ("tokens", "row_keys", "causal", "mask_counts", "origins"), (
 class RowBatch:
     """R rows of T tokens. Tensors lie on the CPU until `to` moves them; the counts are known on the host at once.
 
-    tokens: int32 [R, T+1] (see masking.py). row_keys: int64 [R]. causal: bool [R]. mask_counts: int64 [R].
-    origins: int64 [R, T+1] or None. On the host, of each row by objective, int64 [2, R]: targets, and documents, as
-    many as the row touches or more, none for the other objective.
+    tokens: int32 [R, T+1] (see masking.py), `<s>` in the first place with MaskingOptions.row_start. row_keys: int64
+    [R]. causal: bool [R]. mask_counts: int64 [R]. origins: int64 [R, T+1] or None. On the host, of each row by
+    objective, int64 [2, R]: targets, and documents, as many as the row touches or more, none for the other objective.
     """
 
     tokens: torch.Tensor
@@ -98,14 +98,19 @@ def micro_batch_rows(local_batch_size: int, seq_length: int, row_length: int) ->
 
 
 def _pack(tokens, keys, objective: int, mask_p: float, options: MaskingOptions, origins) -> RowBatch:
-    """Rows of one objective (tokens [R, T+1], keys [R], origins [R, T+1] or None) with their target counts."""
+    """Rows of one objective (tokens [R, T+1], keys [R], origins [R, T+1] or None) with their target counts.
+
+    Writes `<s>` into the rows' first place, which no row owns.
+    """
+    if options.row_start:
+        tokens[:, 0] = options.bos_id
     targets = np.zeros((2, len(tokens)), np.int64)
     if objective == MASKED:
         targets[MASKED] = masked_counts(tokens, keys, mask_p, options.n_special_tokens)
     else:
         targets[CAUSAL] = causal_counts(tokens, options.bos_id)
     documents = np.zeros_like(targets)
-    documents[objective] = np.count_nonzero(tokens[:, :-1] == options.bos_id, axis=1) + 2  # a row's start, its padding
+    documents[objective] = np.count_nonzero(tokens[:, 1:-1] == options.bos_id, axis=1) + 2  # a row's start, its padding
     return RowBatch(
         tokens=torch.from_numpy(tokens),
         row_keys=torch.from_numpy(keys),

@@ -1,8 +1,9 @@
 """From raw rows to model inputs: document boundaries, span masks and labels, computed where the model runs.
 
 A row of T inputs comes as T + 1 tokens: output i is scored against token i + 1 under both objectives. The row *owns*
-tokens 1 .. T: they are its candidates for masking and its targets. Token 0 is owned by the row before it in the stream
-and is shown as it is. So each token of the corpus is an input once and a candidate once per epoch.
+tokens 1 .. T: they are its candidates for masking and its targets. Token 0 is owned by the row before it in the
+stream; the row shows `<s>` in its place (or, without MaskingOptions.row_start, the token itself). So each token of the
+corpus is a candidate once per epoch.
 
 Masking follows the published method (spans of 1 to 3 tokens, spans with the lowest random numbers first; REFERENCE.md)
 with three differences: exactly floor(p * n + u) tokens of a row's n maskable ones are masked (the last span is cut off
@@ -50,6 +51,7 @@ class MaskingOptions:
     random_p: float = 0.1
     keep_p: float = 0.1
     even: bool = False
+    row_start: bool = True  # whether a row's first input is `<s>`, also where the row goes on in a document
     seed: int = 0  # of `even` masking, whose spans belong to the corpus and not to a row
 
 

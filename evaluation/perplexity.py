@@ -5,7 +5,7 @@
 Text files have a blank line between documents; .jsonl, .ndjson and .json files hold a string or an object with
 --text_field a line; shards are those of preprocessing/tokenize_corpus.py, which also reads compressed text and Parquet.
 Text is read as in training: `<s> document </s>` after document, cut into
-rows of --seq_length tokens, attention inside documents.
+rows of --seq_length tokens that begin with `<s>` if those of training did, attention inside documents.
 
 - causal: every token but `<s>` is predicted from those before it.
 - masked: 15 % of the tokens are masked by training's method with masks that never change, as in validation during
@@ -47,8 +47,8 @@ from evaluation.scoring import (
     check_scoring_flags,
     enough_memory,
     load_for_scoring,
-    training_flags,
 )
+from training.checkpoint import rows_begin_with_bos, training_flags
 from training.checks import count
 from training.sentence_scores import Sentences, SpecialIds, count_tokens, token_scores
 from training.validation import validate
@@ -210,6 +210,7 @@ def measure(
         n_special_tokens=int(flags.get("n_special_tokens", 16)),
         random_p=float(flags.get("mask_random_p", 0.1)),
         keep_p=float(flags.get("mask_keep_p", 0.1)),
+        row_start=rows_begin_with_bos(flags),
     )
     held_out = ValidationSet(corpus, masks, options.seq_length, mask_p=options.mask_p)
     rows = max(1, model.layout.rows * model.layout.length // options.seq_length)
@@ -219,7 +220,7 @@ def measure(
     for mode in modes:
         predicted = corpus.num_tokens
         if mode == "masked" and options.every_token:
-            loss, accuracy = every_token_loss(model, corpus, options.seq_length), None
+            loss, accuracy = every_token_loss(model, corpus, options.seq_length, masks.row_start), None
         elif f"{mode}_loss" not in metrics:
             raise UseError(f"--data: the text has no token to predict in mode {mode}; give a longer one.")
         else:
@@ -253,9 +254,9 @@ def count_decoded(usable: UsableModel, corpus: Corpus) -> tuple[int, int]:
     return words, size
 
 
-def every_token_loss(model: ScoringModel, corpus: Corpus, seq_length: int) -> float:
+def every_token_loss(model: ScoringModel, corpus: Corpus, seq_length: int, row_start: bool) -> float:
     """Mean negative log-probability in nats of each token when it alone is masked, in windows of seq_length tokens."""
-    sentences = windows(corpus, model.special, seq_length)
+    sentences = windows(corpus, model.special, seq_length, row_start)
     total = count_tokens(sentences, causal=False)
     with tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
         scores = token_scores(
@@ -265,9 +266,9 @@ def every_token_loss(model: ScoringModel, corpus: Corpus, seq_length: int) -> fl
     return -float(scores.sum(dtype=np.float64)) / corpus.num_tokens
 
 
-def windows(corpus: Corpus, special: SpecialIds, seq_length: int) -> Sentences:
-    """Documents cut into windows of at most seq_length tokens: the first begins with `<s>`, the others with the last
-    token of the one before, which is only read; the last ends with `</s>`."""
+def windows(corpus: Corpus, special: SpecialIds, seq_length: int, row_start: bool) -> Sentences:
+    """Documents cut into windows of at most seq_length tokens: the first begins with `<s>`, the others as rows of
+    training do, with `<s>` too or with the last token of the window before; the last ends with `</s>`."""
     end = [] if special.eos is None else [special.eos]
     step = seq_length - 1 - len(end)
     parts: list[np.ndarray] = []
@@ -277,7 +278,7 @@ def windows(corpus: Corpus, special: SpecialIds, seq_length: int) -> Sentences:
             ids = shard.document(index).astype(np.int64)
             for begin in range(0, len(ids), step):
                 window = ids[begin : begin + step]
-                before = [special.bos] if begin == 0 else ids[begin - 1 : begin]
+                before = [special.bos] if row_start or begin == 0 else ids[begin - 1 : begin]
                 parts.append(np.concatenate([before, window, end if begin + step >= len(ids) else []]).astype(np.int64))
                 scored.append(len(window))
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(part) for part in parts])])

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from evaluation.decoding import UsableModel, UseError, add_model_flags, load
 from slurm.environment import Environment
-from training.checkpoint import RECORD
+from training.checkpoint import training_flags
 from training.distributed import World
 from training.sentence_scores import Layout, SpecialIds
 
@@ -85,16 +83,6 @@ def load_for_scoring(options: argparse.Namespace) -> ScoringModel:
         tokens = max(_ROW_LENGTH, min(32768 if on_cuda else 4096, _LOGITS // words))
     layout = Layout(tokens // _ROW_LENGTH, _ROW_LENGTH)
     return ScoringModel(usable, special, World(0, 1, usable.device, Environment("none")), autocast, layout)
-
-
-def training_flags(model: Path) -> dict[str, Any]:
-    """The flags that a model was trained with, as far as its folder tells."""
-    for name in (RECORD, "config.json"):  # of a checkpoint; of a run folder or an exported folder
-        try:
-            return dict(json.loads((model / name).read_text(encoding="utf-8"))["flags"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return {}
 
 
 def check_output(path: str | None, flag: str) -> None:

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 from data.files import sync_folder, take_folder_mode
 from export.model_card import NOTHING_STATED, Stated, model_card, read_records
 from model import LTGBert, ModelConfigError
-from training.checkpoint import Checkpoint, CheckpointError, load_model, locate
+from training.checkpoint import Checkpoint, CheckpointError, load_model, locate, rows_begin_with_bos
 from training.exported import TOKENIZER_NOTE, adapt_tokenizer, is_exported
 
 _SHIPPED = ("configuration_gpt_bert.py", "layers_gpt_bert.py", "modeling_gpt_bert.py")
@@ -165,7 +165,7 @@ def write_files(
     flags = records.run.get("flags") or checkpoint.record.get("flags") or {}
     config = model.config.to_dict()
     contents = {
-        "config.json": model_configuration(config, ids, note, bool(flags.get("document_end", True))),
+        "config.json": model_configuration(config, ids, note, flags),
         "generation_config.json": generation_configuration(ids),
         "tokenizer_config.json": tokenizer_configuration(config["max_position_embeddings"]),
         "special_tokens_map.json": _SPECIAL,
@@ -180,7 +180,7 @@ def write_files(
 
 
 def model_configuration(
-    config: dict[str, Any], ids: dict[str, int], note: dict[str, Any], document_end: bool
+    config: dict[str, Any], ids: dict[str, int], note: dict[str, Any], flags: Mapping[str, Any]
 ) -> dict[str, Any]:
     """config.json: ModelConfig's keys, where transformers finds the code, and what continued pretraining must know."""
     prefix = "GPTBert" if config["model_type"] == "gpt-bert" else "LTGBert"
@@ -207,7 +207,7 @@ def model_configuration(
         "pad_token_id": ids["<pad>"],
         "tie_word_embeddings": True,
         "dtype": "float32",
-        "flags": {"document_end": document_end},
+        "flags": {"document_end": bool(flags.get("document_end", True)), "row_start": rows_begin_with_bos(flags)},
         TOKENIZER_NOTE: note,
     }
 

@@ -118,7 +118,8 @@ def test_model_card_tells_the_run(trained, tmp_path):
     assert "| validation: masked loss |" in averaged
     assert f"| {loss:.4g} |" not in averaged
     assert "minimal pairs: blimp" not in averaged
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["flags"] == {"document_end": False}
+    flags = json.loads((tmp_path / "out" / "config.json").read_text())["flags"]
+    assert flags == {"document_end": False, "row_start": True}
 
 
 def continue_from(folder: Path, trained: Path, output: Path) -> None:
@@ -136,7 +137,7 @@ def test_pretraining_goes_on_from_an_exported_folder(trained, tmp_path, capsys):
     assert from_huggingface.main([str(exported), str(out)]) == 0
     assert f"--initial_weights {out} --config_file {out / 'config.json'} --tokenizer_path" in capsys.readouterr().out
     assert equal(load_model(out)[0], load_model(trained / "runs" / "run")[0])
-    assert locate(out).record["flags"] == {"document_end": False}
+    assert locate(out).record["flags"] == {"document_end": False, "row_start": True}
     # Shards know their tokenizer by this hash.
     original = tokenizer_hash(trained / "inputs" / "tokenizer.json")
     assert tokenizer_hash(exported / "tokenizer.json") != original

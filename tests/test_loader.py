@@ -36,10 +36,10 @@ def corpus(tmp_path_factory):
     return Corpus(str(folder / "*.shard"), tokenizer_hash=HASH, bos_id=1, eos_id=2)
 
 
-def make_builder(corpus, *, numerator=3, denominator=4, even=False, **options) -> BatchBuilder:
+def make_builder(corpus, *, numerator=3, denominator=4, even=False, row_start=True, **options) -> BatchBuilder:
     settings_ = {"max_steps": 12, "seq_length": 16, "global_batch_size": 96, "batch_reduction": 3.0, **options}
     plan = DataPlan(hybrid_numerator=numerator, hybrid_denominator=denominator, **settings_)
-    return BatchBuilder(corpus, plan, MaskingOptions(vocab_size=1 << 14, even=even))
+    return BatchBuilder(corpus, plan, MaskingOptions(vocab_size=1 << 14, even=even, row_start=row_start))
 
 
 def global_fingerprint(builder, step, world_size, split, local_batch_size) -> tuple[int, np.ndarray]:
@@ -91,33 +91,50 @@ def test_documents_known_beforehand_suffice(corpus, step, local_batch_size):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_token_once_per_epoch_and_objective_across_row_lengths(corpus, world_size):
-    """Inputs of both objectives, from first to last step, are the rows of their streams, each once and shuffled."""
+    """Rows of both objectives, from first to last step, own all tokens of their streams, each once and shuffled."""
     builder = make_builder(corpus, max_steps=20, milestones=(0.3, 0.6), global_batch_size=160)
     split = resolve_split("auto", world_size, 3, 4)
     lengths = set()
     for objective in (MASKED, CAUSAL):
-        inputs, targets = [], []
+        targets = []
         for step in range(20):
             plan = builder.plan.step(step)
             lengths.add(plan.seq_length)
             for rank in range(world_size):
                 batch = builder.step(step, rank, world_size, split, 8).batch
                 rows = batch.tokens[batch.causal == (objective == CAUSAL)].numpy()
-                inputs.append(rows[:, :-1].ravel())
                 targets.append(rows[:, 1:].ravel())
-        seen = np.concatenate(inputs)
+        seen = np.concatenate(targets)
         epoch = corpus.tokens_before_epoch(1)
         stream = TokenStream(corpus, builder.plan.stream_key(objective))
-        in_order = stream.read(0, len(seen))[0]
+        in_order = stream.read(1, len(seen))[0]
         assert not np.array_equal(seen, in_order)
         np.testing.assert_array_equal(np.sort(seen), np.sort(in_order))
-        np.testing.assert_array_equal(np.sort(np.concatenate(targets)), np.sort(stream.read(1, len(seen))[0]))
         for end in range(epoch, len(seen) + 1, epoch):  # but for the row that reaches into the next epoch
             counts = Counter(seen[:end][seen[:end] >= 16].tolist())
             assert sum(abs(counts[token] - end // epoch) for token in range(16, 16 + corpus.num_tokens)) <= 2 * 64
         if objective == MASKED:
             assert len(seen) > epoch  # the test saw a whole epoch
     assert len(lengths) == 3
+
+
+@pytest.mark.parametrize("objective", [MASKED, CAUSAL])
+def test_rows_begin_with_bos_and_own_what_they_owned(corpus, objective):
+    """`<s>` stands in the place of the token before the row, which another row owns; targets are those without it."""
+    builders = [make_builder(corpus, row_start=row_start) for row_start in (True, False)]
+    batches = [builder.rows(builder.plan.step(0), RowRange(objective, 0, 8)) for builder in builders]
+    held_out = [ValidationSet(corpus, builder.options, seq_length=16) for builder in builders]
+    for begun, plain in (batches, [next(one.batches(objective, 0, 1, 50)) for one in held_out]):
+        first = plain.tokens[:, 0].clone()
+        assert (first != 1).any()  # goes on in a document
+        assert (begun.tokens[:, 0] == 1).all()
+        assert torch.equal(begun.tokens[:, 1:], plain.tokens[:, 1:])
+        assert (begun.targets == plain.targets).all()
+        shown, before = begun.inputs(builders[0].options), plain.inputs(builders[1].options)
+        assert torch.equal(shown.labels, before.labels)
+        assert torch.equal(shown.input_ids[:, 1:], before.input_ids[:, 1:])
+        runs = [inputs.document_ids[:, 1:] != inputs.document_ids[:, :-1] for inputs in (shown, before)]
+        assert torch.equal(*runs)
 
 
 @settings(max_examples=20)
@@ -173,11 +190,11 @@ def test_validation_set_is_all_of_the_data_with_fixed_masks(corpus, world_size, 
     rows, labels = [], []
     for rank in range(world_size):
         for batch in held_out.batches(objective, rank, world_size, batch_rows=5):
-            rows.append(batch.tokens[:, :-1])
+            rows.append(batch.tokens[:, 1:])
             labels.append(batch.inputs(held_out.options).labels)
     tokens, targets = torch.cat(rows).numpy().ravel(), torch.cat(labels)
-    stored = TokenStream(corpus, None).read(0, corpus.tokens_before_epoch(1))[0]
-    np.testing.assert_array_equal(tokens[: len(stored)], stored[: len(tokens)])
+    stored = TokenStream(corpus, None).read(1, corpus.tokens_before_epoch(1) - 1)[0]
+    np.testing.assert_array_equal(tokens[: len(stored)], stored)
     assert (tokens[len(stored) :] == -1).all()
     again = torch.cat([b.inputs(held_out.options).labels for b in held_out.batches(objective, 0, 1, 50)])
     assert torch.equal(targets, again)
@@ -188,7 +205,7 @@ def test_validation_set_is_all_of_the_data_with_fixed_masks(corpus, world_size, 
 
 def test_validation_on_a_part_spreads_over_the_set(corpus):
     held_out = ValidationSet(corpus, MaskingOptions(vocab_size=1 << 14), seq_length=64, rows=10)
-    firsts = torch.cat([b.tokens[:, 0] for b in held_out.batches(CAUSAL, 0, 1, 4)])
+    firsts = torch.cat([b.tokens[:, 1] for b in held_out.batches(CAUSAL, 0, 1, 4)])
     stored = TokenStream(corpus, None).read(0, corpus.tokens_before_epoch(1))[0]
     rows = np.arange(10) * held_out.total_rows // 10
-    assert firsts.tolist() == stored[rows * 64].tolist()
+    assert firsts.tolist() == stored[rows * 64 + 1].tolist()

@@ -30,6 +30,8 @@ def folder(tmp_path_factory) -> Path:
     files = {name: (folder / source).read_bytes() for name, source in FILES.items()}
     made = write_checkpoint(folder, 3, {"model": model.state_dict()}, {"flags": {"document_end": True}}, files)
     made.rename(folder / "checkpoint")
+    flags = {"document_end": True, "row_start": True}
+    write_checkpoint(folder, 3, {"model": model.state_dict()}, {"flags": flags}, files).rename(folder / "row_start")
     return folder
 
 
@@ -44,9 +46,9 @@ def random_model(folder: Path) -> GPTBert:
     return model
 
 
-def measured(folder: Path, data: Path, *options: str) -> dict:
+def measured(folder: Path, data: Path, *options: str, model: str = "checkpoint") -> dict:
     output = folder / "out.json"
-    command = [str(folder / "checkpoint"), "--data", str(data), "--device", "cpu", "--output", str(output), *options]
+    command = [str(folder / model), "--data", str(data), "--device", "cpu", "--output", str(output), *options]
     assert perplexity.main(command) == 0
     return json.loads(output.read_text())["texts"][str(data)]
 
@@ -96,7 +98,9 @@ def test_shards_text_and_json_lines_agree(folder, tmp_path):
     assert "accuracy" in found[0]["masked"]
 
 
-def test_equal_to_validation_during_training(folder):
+@pytest.mark.parametrize("row_start", [True, False])
+def test_equal_to_validation_during_training(folder, row_start):
+    """Of the model's own run: `checkpoint` comes from before there was --row_start."""
     from data.corpus import Corpus
     from data.loader import ValidationSet
     from data.masking import MaskingOptions
@@ -107,9 +111,9 @@ def test_equal_to_validation_during_training(folder):
     shard = folder / "valid" / "part_0.shard"
     model = random_model(folder)
     corpus = Corpus(shard, tokenizer_hash=None, bos_id=1, eos_id=2)
-    held_out = ValidationSet(corpus, MaskingOptions(model.config.vocab_size), 32)
+    held_out = ValidationSet(corpus, MaskingOptions(model.config.vocab_size, row_start=row_start), 32)
     expected = validate(model, held_out, World(0, 1, torch.device("cpu"), Environment("none")), 8, False, "")
-    found = measured(folder, shard, "--seq_length", "32")
+    found = measured(folder, shard, "--seq_length", "32", model="row_start" if row_start else "checkpoint")
     for mode in ("masked", "causal"):
         assert found[mode]["loss"] == pytest.approx(expected[f"{mode}_loss"], rel=1e-6)
         assert found[mode]["accuracy"] == pytest.approx(expected[f"{mode}_accuracy"], rel=1e-9)
@@ -119,15 +123,15 @@ def test_windows_score_every_token_once(folder):
     from data.corpus import Corpus
 
     corpus = Corpus(folder / "valid" / "part_0.shard", tokenizer_hash=None, bos_id=1, eos_id=2)
-    for eos in (2, None):
-        found = windows(corpus, SpecialIds(1, eos, 3, 4), 12)
+    for eos, row_start in ((2, True), (2, False), (None, False)):
+        found = windows(corpus, SpecialIds(1, eos, 3, 4), 12, row_start)
         assert found.scored.sum() == corpus.num_tokens
         lengths = np.diff(found.starts)
         assert lengths.max() <= 12
         scored = [found.ids[s + 1 : s + 1 + n] for s, n in zip(found.starts[:-1], found.scored, strict=True)]
         assert (np.concatenate(scored) == corpus.shards[0].tokens).all()
         first = found.ids[found.starts[:-1]]
-        assert (first == 1).sum() == corpus.num_documents  # the others begin with the token before
+        assert (first == 1).sum() == (len(first) if row_start else corpus.num_documents)
         assert (found.ids == 2).sum() == (corpus.num_documents if eos else 0)
 
 

@@ -246,3 +246,18 @@ def load_model(path: str | Path, ema: bool = False, device: str | torch.device =
     model: LTGBert = build_model(config)
     model.load_state_dict(tensors)
     return model.to(device).eval(), tokenizer, config
+
+
+def training_flags(model: Path) -> dict[str, Any]:
+    """The flags that a model was trained with, as far as its folder tells."""
+    for name in (RECORD, "config.json"):  # of a checkpoint; of a run folder or an exported folder
+        try:
+            return dict(json.loads((model / name).read_text(encoding="utf-8"))["flags"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return {}
+
+
+def rows_begin_with_bos(flags: Mapping[str, Any]) -> bool:
+    """Whether training's rows begin with `<s>`: by default and as published, but not before there was a flag for it."""
+    return bool(flags.get("row_start", not flags))

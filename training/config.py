@@ -97,6 +97,12 @@ class TrainingConfig:
     )
     n_special_tokens: int = _flag(16, "ids below this are never masked", "objective")
     document_end: bool = _flag(True, "close each document with </s> (off: the published behaviour)", "objective")
+    row_start: bool | None = _flag(
+        None,
+        "begin each row with <s>, also one that goes on in a document (default: as the run that is resumed, else yes)",
+        "objective",
+        kind=bool,
+    )
     token_weighted_loss: bool = _flag(
         False, "weigh every target equally instead of every objective by its share of rows", "objective"
     )
@@ -267,6 +273,7 @@ _GROUPS = {
     "jobs": "SLURM jobs and ranks",
     "hardware": "hardware",
 }
+_BEFORE_FLAGS = {"row_start": False}  # what runs did that began before there was such a flag
 _PUBLISHED_NAMES = {"input_path": "--train_path (and --valid_path)", "warmup_steps": "--warmup_proportion"}
 
 
@@ -451,6 +458,7 @@ def differences(old: dict[str, Any], new: TrainingConfig) -> list[str]:
     """Flags on which the run's result depends and that differ from `old` (a to_dict), as sentences."""
     found = []
     for name, value in new.to_dict().items():
-        if FIELDS[name].metadata["fixed"] and name in old and old[name] != value:
-            found.append(f"--{name} was {old[name]!r} and is now {value!r}")
+        before = old.get(name, _BEFORE_FLAGS.get(name, value))
+        if FIELDS[name].metadata["fixed"] and before != value:
+            found.append(f"--{name} was {before!r} and is now {value!r}")
     return found

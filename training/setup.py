@@ -30,7 +30,16 @@ from data.plan import DataPlan, resolve_split
 from data.shards import tokenizer_hash
 from model import ModelConfig, ModelConfigError
 from slurm.environment import Environment
-from training.checkpoint import Checkpoint, CheckpointError, clean, find_newest, locate, set_aside
+from training.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    clean,
+    find_newest,
+    locate,
+    rows_begin_with_bos,
+    set_aside,
+    training_flags,
+)
 from training.checkpoint_names import ABANDONED, list_checkpoints
 from training.config import ConfigError, TrainingConfig, differences
 from training.distributed import World
@@ -100,8 +109,18 @@ def make_plan(config: TrainingConfig) -> DataPlan:
     )
 
 
+def _with_row_start(config: TrainingConfig) -> TrainingConfig:
+    """`config` with --row_start filled in where it was not given: that of the run to go on from, on for a new one."""
+    if config.row_start is not None:
+        return config
+    folder = RunView(config.run_folder)
+    start = folder.path if folder.used else Path(config.checkpoint_filename or config.resume)
+    return dataclasses.replace(config, row_start=rows_begin_with_bos(training_flags(start)))
+
+
 def read_inputs(config: TrainingConfig) -> Inputs:
     """Open and check all files. Raises ValueError (ConfigError, CorpusError, ShardError), each one sentence."""
+    config = _with_row_start(config)
     tokenizer, text = _read_tokenizer(config.tokenizer_path)
     try:
         model_config = ModelConfig.from_json(config.config_file)
@@ -122,6 +141,7 @@ def read_inputs(config: TrainingConfig) -> Inputs:
         random_p=config.mask_random_p,
         keep_p=config.mask_keep_p,
         even=config.masking == "even",
+        row_start=bool(config.row_start),
         seed=config.seed,
     )
     eos = _special_id(tokenizer, "</s>", config) if config.document_end else None
@@ -391,6 +411,8 @@ def find_start(
                 "--name, or branch off with --resume CHECKPOINT --name NEW"
             )
         notes += [f"branching off with a change: {change}" for change in changed]
+        if "row_start" not in flags and not config.row_start:
+            notes.append("rows do not begin with <s>, as this run began (a new run's do; --no-row_start)")
     if checkpoint is not None:
         _check_fit(checkpoint, inputs, same_run)
         notes += set_aside(folder.checkpoints, checkpoint.step, (folder.metrics, folder.samples), rename=mend)
