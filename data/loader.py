@@ -63,7 +63,7 @@ class RowBatch:
 
     def inputs(self, options: MaskingOptions) -> ModelInputs:
         """Model inputs and labels, computed on the device of the tensors."""
-        draw_masks = bool(self.targets[MASKED].any())
+        draw_masks = bool(self.documents[MASKED].any())  # whether there are masked rows: they need not have a target
         return build_inputs(
             self.tokens, self.row_keys, self.causal, self.mask_counts, options, self.origins, draw_masks=draw_masks
         )
