@@ -3,8 +3,9 @@
     python slurm/finish.py --exit_code CODE_OF_SRUN -- FLAGS OF THE RUN
 
 The ranks requeue their job themselves. Left for this script are the cases where they cannot: a container without
-scontrol, a signal that came before Python could handle it, and, with REQUEUE_ON_CRASH=1, a rank that was killed. Its
-exit code is the job's.
+scontrol, a signal that came before Python could handle it, and, with REQUEUE_ON_CRASH=1, a failure of hardware or
+network (training/errors.py has the kinds). Which kind it was the ranks have left in the run folder; srun knows only how
+the worst of them ended, perhaps by its own hand. This script's exit code is the job's.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from slurm import preemption
 from slurm.environment import Environment, read_environment
 from training.checkpoint_names import newest_step
 from training.config import ConfigError, TrainingConfig, parse_config
+from training.errors import BUG, DONE, KINDS, kind_of_code
 from training.status import (
     FAILED,
     FINISHED,
@@ -50,9 +52,9 @@ def finish(config: TrainingConfig, environment: Environment, exit_code: int, req
     elif status is not None and status.restart_count != environment.restart_count:
         status = replace(status, state=RUNNING)  # of a start before this one, which left none
     if exit_code == 0 and (status is None or status.state != REQUEUE_WANTED):
-        return 0, ""
+        return DONE, ""
     if status is not None and status.state in (FINISHED, REQUEUED):
-        return 0, ""  # what came afterwards, such as a late signal, changes nothing
+        return DONE, ""  # what came afterwards, such as a late signal, changes nothing
     failure = first_failure(config.run_folder, environment.job_id, environment.restart_count)
     if status is not None and status.state == REQUEUE_WANTED:
         cause = ""
@@ -64,10 +66,11 @@ def finish(config: TrainingConfig, environment: Environment, exit_code: int, req
         cause = f"a rank ended with exit code {exit_code}; its error is above"
     wanted = status is not None and status.state == REQUEUE_WANTED
     early = exit_code in _EARLY and failure is None
-    crashed = exit_code > 128 and requeue_on_crash
-    if config.requeue == "never" or not (wanted or early or crashed):
-        return _fail(config, environment, status, exit_code, cause)
-    return _requeue(config, environment, status, exit_code, cause)
+    kind = kind_of_code(exit_code) if failure is None else KINDS.get(failure.kind, BUG)
+    code = exit_code if failure is None else kind.code
+    if config.requeue == "never" or not (wanted or early or (kind.retried and requeue_on_crash)):
+        return _fail(config, environment, status, code, cause)
+    return _requeue(config, environment, status, code, cause)
 
 
 def _requeue(
@@ -82,7 +85,7 @@ def _requeue(
     outcome, answer = preemption.requeue(environment.job_id, environment.restart_count)
     if outcome == preemption.REQUEUED:
         write_status(config.run_folder, environment, REQUEUED, cause, step, config.max_steps)
-        return 0, f"{cause}{'; ' if cause else ''}SLURM starts job {environment.job_id} again"
+        return DONE, f"{cause}{'; ' if cause else ''}SLURM starts job {environment.job_id} again"
     reason = "it was cancelled" if outcome == preemption.CANCELLED else answer or outcome
     return _fail(config, environment, status, exit_code, f"{cause}; job {environment.job_id} is not requeued: {reason}")
 
@@ -94,7 +97,7 @@ def _fail(
         step = newest_step(config.run_folder / "checkpoints")
         with contextlib.suppress(OSError):  # a full disk
             write_status(config.run_folder, environment, FAILED, cause, step, config.max_steps)
-    return exit_code or 1, f"job {environment.job_id} failed: {cause}"
+    return exit_code or BUG.code, f"job {environment.job_id} failed: {cause}"
 
 
 def _signal_name(number: int) -> str:
@@ -118,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code, words = finish(config, read_environment(os.environ, alone=True), arguments.exit_code, crash)
     except OSError as error:
-        code, words = arguments.exit_code or 1, f"{error.filename or config.run_folder}: {error.strerror}"
+        code, words = arguments.exit_code or BUG.code, f"{error.filename or config.run_folder}: {error.strerror}"
     if words:
         print(words, file=sys.stderr if code else sys.stdout, flush=True)
     return code

@@ -45,6 +45,7 @@ from slurm.snapshot import SITE_FILE, SnapshotError, take_snapshot
 from slurm.sweep import Axis, SweepError, make_axis, parse_axis
 from slurm.tasks import DESCRIPTION, base_name, is_list, missing_files, plan_tasks
 from training.config import FIELDS, ConfigError
+from training.errors import DONE
 from training.status import FINISHED, REQUEUE_WANTED, REQUEUED, STOPPED, first_failure, read_status
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +79,7 @@ class TrainingJob:
 
         sys.argv = ["train_multi_gpu.py", *self.arguments]  # for the run's records
         code = main(self.arguments, DESCRIPTION, start_world, signals)
-        if code != 0:
+        if code != DONE:
             why = _failure(Path(self.run_folder), read_environment(os.environ).job_id)
             sys.tracebacklimit = 0  # where in this file it was raised tells nobody anything
             raise TrainingFailed(why or f"training ended with exit code {code}; its log says why")
@@ -299,7 +300,7 @@ def _run_one(task: Task, options: JobOptions) -> tuple[TaskReport, bool]:
     if status is not None and datetime.fromisoformat(status.time) < began:
         status = None  # of an earlier run
     state, reason = (status.state, status.reason) if status is not None else (FINISHED, "")
-    if code != 0:
+    if code != DONE and (status is None or status.state != STOPPED):  # stopped by SIGTERM, say: nothing failed
         state, reason = "failed", _failure(folder, None, since=began.timestamp()) or reason
         reason = reason or f"exit code {code}; what it printed says why"
     elif status is None and interrupted:

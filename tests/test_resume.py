@@ -105,7 +105,7 @@ def test_a_signal_saves_and_exits_with_the_command_that_resumes(inputs, whole, t
     arguments, folder = flags(inputs, tmp_path, save_every=0), tmp_path / "run"
     process = start(arguments, 0)
     said = kill_when(process, lambda: steps_done(folder) >= 5, number)
-    assert process.returncode == 0, said
+    assert process.returncode == (0 if number == signal.SIGINT else 143), said  # nobody pressed a key: not finished
     step = locate(folder).step
     assert 5 <= step < STEPS
     assert f"stopped by {signal.Signals(number).name} after step {step}" in said
@@ -133,7 +133,7 @@ def test_one_rank_signalled_stops_all(inputs, whole, tmp_path):
     assert len(ranks) == 2
     ranks[1].send_signal(signal.SIGUSR1)
     said = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, said
+    assert process.returncode == 1, said  # torchrun's word for any code but 0: the run is not finished
     assert "stopped by SIGUSR1" in said
     run(arguments, 0)
     assert_same_run(whole, folder)

@@ -26,14 +26,21 @@ from data.shards import sha256_file
 from model import LTGBert, ModelConfig
 from model_extra import build_model
 from training.checkpoint_names import ABANDONED, folder_name, list_checkpoints, step_of
+from training.errors import HARDWARE, UserError
 
 FORMAT = 1
 RECORD = "checkpoint.json"
 _THREADS = 4  # that flush and sum up files: Python's lock is free meanwhile
 
 
-class CheckpointError(ValueError):
-    """A checkpoint cannot be written or used; the message names the folder and what to do."""
+class CheckpointError(UserError):
+    """A checkpoint cannot be used; the message names the folder and what to do."""
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be written; the message names the folder and what to do."""
+
+    kind = HARDWARE
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ def write_checkpoint(
     """Write `parent/step_XXXXXXXX` and return it; an older folder of the same step is replaced at the end.
 
     tensors: for each safetensors file its named tensors. record: facts for checkpoint.json. files: small files by name.
-    Raises CheckpointError where the disk is full or not writable; nothing that existed before is touched then.
+    Raises SaveError where the disk is full or not writable; nothing that existed before is touched then.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -103,7 +110,7 @@ def write_checkpoint(
         reason = "the disk is full" if _no_space(error) else str(error)
         newest = next(iter(list_checkpoints(parent)), None)
         kept = f"; {newest} is intact" if newest else ""
-        raise CheckpointError(
+        raise SaveError(
             f"checkpoint {target} could not be written: {reason}{kept}. Free space or change --output_dir, then resume"
         ) from error
     return target

@@ -12,7 +12,7 @@ import torch
 
 from training.checks import FAIL, OK, SKIP, WARN, Row, ranks_text, time_text
 from training.distributed import CollectiveError
-from training.loop import USER_ERRORS
+from training.errors import is_explained
 from training.meeting import Meeting, OtherRankFailed, RankLost
 from training.reporting import out_of_memory
 
@@ -100,7 +100,7 @@ class Doctor:
         except Exception as error:
             if self._verbose:
                 traceback.print_exc()
-            explained = isinstance(error, (*USER_ERRORS, torch.OutOfMemoryError))
+            explained = is_explained(error)
             follows = isinstance(error, OtherRankFailed | CollectiveError)
             return {"error": sentence(error), "explained": explained, "follows": follows}
 
@@ -130,7 +130,7 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return out_of_memory(error)
     text = " ".join(str(error).split())[:500]
-    if isinstance(error, (*USER_ERRORS, CollectiveError, OtherRankFailed, RankLost, TimeoutError)):
+    if is_explained(error) or isinstance(error, OtherRankFailed | RankLost | TimeoutError):
         return text
     return f"{type(error).__name__}: {text}"
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from training.errors import UserError
 
-class ConfigError(ValueError):
+
+class ConfigError(UserError):
     """A setting cannot be used; the message names the flag, its value and what would be right."""
 
 

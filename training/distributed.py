@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from slurm.environment import Environment, EnvironmentProblem, local_device_index, read_environment
 from training.config import ConfigError, TrainingConfig
+from training.errors import HardwareError
 
 # What gloo and NCCL say when another process is gone, or does not answer in time.
 _LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|socket|peer|remote process|aborted", re.IGNORECASE)
@@ -23,11 +24,11 @@ _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 _DEVICE = re.compile(r"(CUDA|HIP) error")  # of this rank's own device, whatever the words that follow
 
 
-class CollectiveError(RuntimeError):
+class CollectiveError(HardwareError):
     """Ranks could not talk to each other. late: some did not answer in time (otherwise: one is gone)."""
 
     def __init__(self, message: str, late: bool):
-        super().__init__(message)
+        super().__init__(message, secondary=not late)
         self.late = late
 
 
@@ -127,7 +128,7 @@ def start_world(config: TrainingConfig) -> World:
     """The world of train_multi_gpu.py, from SLURM's or torchrun's environment.
 
     Gradients go through NCCL (RCCL in ROCm builds of PyTorch, under the same name) where there are GPUs, and through
-    gloo where there are none. Raises EnvironmentProblem or ConfigError, each a sentence with the remedy.
+    gloo where there are none. Raises EnvironmentProblem, HardwareError or ConfigError, each a sentence with the remedy.
     """
     environment = read_environment(os.environ)
     if environment.launcher == "none":
@@ -145,7 +146,7 @@ def start_world(config: TrainingConfig) -> World:
 
 
 def _join(world: World, config: TrainingConfig) -> None:
-    """Make the process group. Raises EnvironmentProblem where the ranks do not find each other."""
+    """Make the process group. Raises HardwareError where the ranks do not find each other."""
     environment = world.environment
     address = f"{environment.master_addr}:{environment.master_port}"
     # Both backends in one group: gradients go through NCCL, small facts about control flow stay on the hosts.
@@ -160,7 +161,7 @@ def _join(world: World, config: TrainingConfig) -> None:
         )
     except dist.DistError as error:
         reason = str(error).splitlines()[0][:200]
-        raise EnvironmentProblem(
+        raise HardwareError(
             f"rank {world.rank} on {socket.gethostname()} did not meet the other {world.size - 1} ranks at {address} "
             f"(MASTER_ADDR:MASTER_PORT): {reason}. If the port is taken, set MASTER_PORT to another; if hosts have "
             "several networks, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (--collective_timeout: how long to wait)"

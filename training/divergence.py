@@ -16,6 +16,7 @@ from torch import Tensor
 
 from training.checks import ranks_text
 from training.distributed import World
+from training.errors import HardwareError
 from training.optimizers import named_state
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _PARTS = ("weights", "average", "moments")
 
 
-class DivergenceError(RuntimeError):
+class DivergenceError(HardwareError):
     """Ranks no longer hold the same state; the message names them and what differs."""
 
     hint = "go on from there without that host or GPU (sbatch --exclude=HOST)"
@@ -54,14 +55,16 @@ class RankCheck:
         first = next(
             name for name, *sums in zip(names, *(sums for _, sums in everyone), strict=True) if len(set(sums)) > 1
         )
-        hosts = ", ".join(dict.fromkeys(everyone[rank][0] for rank in odd or range(world.size)))
+        places = list(dict.fromkeys(everyone[rank][0] for rank in odd or range(world.size)))
+        hosts = ", ".join(places)
         what = f"{' and '.join(parts)}, first in {first}"
         if odd:
             who = f"rank{'s' * (len(odd) > 1)} {ranks_text(odd)} ({hosts}) and most others differ in {what}"
         else:
             who = f"ranks {ranks_text(range(world.size))} ({hosts}) differ in {what}, and there is no majority"
         raise DivergenceError(
-            f"step {self.step}: {who}. All should hold the same bits: a device, its memory or the network is faulty"
+            f"step {self.step}: {who}. All should hold the same bits: a device, its memory or the network is faulty",
+            host=places[0] if odd and len(places) == 1 else "",
         )
 
 

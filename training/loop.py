@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import io
 import json
 import math
@@ -19,32 +18,25 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from data.corpus import CorpusError
 from data.hashing import fold
 from data.loader import Loader
-from data.shards import ShardError
 from model_extra import build_model
-from slurm.environment import EnvironmentProblem
 from slurm.preemption import StopSignals
 from training.agreement import check_same_run
-from training.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    prune,
-    write_checkpoint,
-)
+from training.checkpoint import Checkpoint, prune, write_checkpoint
 from training.checkpoint_names import folder_name, list_checkpoints, newest_step
 from training.compiling import compile_layers
 from training.config import ConfigError, TrainingConfig, parse_config
-from training.distributed import CollectiveError, World, single_world
+from training.distributed import World, single_world
 from training.divergence import DivergenceError, check_ranks
 from training.ema import Ema
+from training.errors import DONE, NonFiniteError, OtherRankFailed
 from training.metrics import Recorder, keep_until, wandb_mode
 from training.micro_step import MicroSteps, records_graphs
 from training.minimal_pairs import pairs_line
 from training.optimizers import load_named_state, make_optimizer, named_state
 from training.parallel import Gradients, share_weights
-from training.reporting import out_of_memory, report, report_traceback
+from training.reporting import tell
 from training.setup import (
     Inputs,
     RunFolder,
@@ -57,10 +49,8 @@ from training.setup import (
     was_restarted,
 )
 from training.status import FAILED, FINISHED, RUNNING, Attempt, read_status, write_status
-from training.step import NonFiniteError, StepLog, TrainState, agree, train_step, warm_up
+from training.step import StepLog, TrainState, agree, train_step, warm_up
 from training.stopping import (
-    PROBLEM,
-    RestartRefused,
     Stop,
     StopConditions,
     conclude,
@@ -73,28 +63,10 @@ from training.summary import describe
 from training.update import WeightUpdate
 from training.validation import pair_metrics, sample_texts, validation_line, validation_metrics
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _INITIALISATION = 301  # purpose of the key that seeds the initial weights
 _LOCK_SECONDS = 180.0  # for the processes of a job's last start to notice that there is a newer one
-_LAUNCHER_SECONDS = 10.0  # for srun or torchrun to end this process, once another rank has failed
 
 _Result = TypeVar("_Result")
-
-
-class OtherRankFailed(RuntimeError):
-    """Rank 0 met an error and has reported it; this rank just stops."""
-
-
-USER_ERRORS = (
-    ConfigError,
-    CorpusError,
-    ShardError,
-    EnvironmentProblem,
-    CheckpointError,
-    NonFiniteError,
-    DivergenceError,
-    RestartRefused,
-)
 
 
 def main(
@@ -103,9 +75,8 @@ def main(
     make_world: Callable[[TrainingConfig], World],
     signals: StopSignals | None = None,
 ) -> int:
-    """Entry point of both scripts and of slurm/launch.py's jobs. Returns the exit code.
+    """Entry point of both scripts and of slurm/launch.py's jobs. Returns the exit code (see errors.py).
 
-    An error of the user's making is one sentence on stderr, any other error a traceback whose lines name the rank.
     signals: handlers that are in place already; they stay until the process ends.
     """
     world = config = None
@@ -114,36 +85,14 @@ def main(
         wandb_mode(config)  # better to know now that wandb is missing
         inputs = read_inputs(config)
         world = make_world(config)
-        if signals is not None:
-            signals.__enter__()  # and never left: a signal that comes while this process ends must not kill it
-            return train(inputs, world, signals)
-        with StopSignals() as own:
-            return train(inputs, world, own)
-    except USER_ERRORS as error:
-        report(str(error), config, world)
-        return 1 if isinstance(error, CheckpointError | NonFiniteError | DivergenceError | RestartRefused) else 2
-    except OtherRankFailed:
-        return 1
-    except CollectiveError as error:
-        if not error.late:  # another rank has failed: its error is the one to read, and the launcher ends this process
-            time.sleep(_LAUNCHER_SECONDS)
-        report(str(error), config, world, secondary=not error.late)
-        return 1
-    except torch.OutOfMemoryError as error:
-        report(out_of_memory(error), config, world)
-        return 1
-    except OSError as error:
-        if error.errno not in _DISK_ERRORS:
-            report_traceback(error, config, world)
-            return 1
-        report(f"{error.filename or 'a file of the run'}: {error.strerror}", config, world)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted before the first step; nothing was lost", file=sys.stderr, flush=True)
-        return 130
-    except Exception as error:
-        report_traceback(error, config, world)
-        return 1
+        if signals is None:
+            with StopSignals() as own, ExitStack() as stack:
+                return train(inputs, world, own, stack)
+        signals.__enter__()  # and never left: a signal that comes while this process ends must not kill it
+        with ExitStack() as stack:
+            return train(inputs, world, signals, stack)
+    except (Exception, KeyboardInterrupt) as error:
+        return tell(error, config, world)
     finally:
         if world is not None:
             world.close()
@@ -247,6 +196,13 @@ class Records:
         self.status(RUNNING, "", step)
         self.recorder.say(f"step {step:>6}  saved {place} in {seconds:.1f} s")
 
+    def failed(self, error: BaseException) -> None:
+        """Make the run's status `failed`, and leave no more than a moment for what is still to be uploaded."""
+        self.recorder.hurry(failed=True)
+        with suppress(OSError):
+            reason = str(error) or type(error).__name__
+            self.status(FAILED, " ".join(reason.split())[:1000], newest_step(self.folder.checkpoints))
+
 
 def save(state: TrainState, inputs: Inputs, world: World, records: Records | None) -> None:
     """Write a checkpoint on rank 0; all ranks learn whether that worked. Raises DivergenceError where they differ."""
@@ -292,13 +248,17 @@ def due(step: int, every: int, max_steps: int) -> bool:
     return step == max_steps or (every > 0 and step % every == 0)
 
 
-def train(inputs: Inputs, world: World, signals: StopSignals) -> int:
-    """Run `inputs` to its last step, or until something asks to stop. Returns the exit code."""
+def train(inputs: Inputs, world: World, signals: StopSignals, stack: ExitStack) -> int:
+    """Run `inputs` to its last step, or until something asks to stop. Returns the exit code.
+
+    stack: takes what has to be closed, and is closed after an error has been told: a thread or an upload may take long.
+    """
     inputs = dataclasses.replace(inputs, config=resolve_device_defaults(inputs.config, world.device))
     check_same_run(inputs, world)  # before anything in which ranks that differ could wait for each other
     split = check_world(inputs, world.size)
     config, environment = inputs.config, world.environment
-    with ExitStack() as stack:
+    records = None
+    try:
         signals.install(signal.SIGINT)
         folders: list[RunFolder] = []
         attempts: list[Attempt] = []
@@ -325,12 +285,11 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> int:
                 if status is None or status.state != FINISHED:  # a signal came after the last save
                     write_status(config.run_folder, environment, FINISHED, "", state.step, config.max_steps)
                 print(f"{config.run_folder} is complete: {config.max_steps} steps are done, nothing to do", flush=True)
-            return 0
+            return DONE
 
         conditions = StopConditions(
             config, signals, environment, attempts[0] if attempts else None, checkpoint_bytes(state)
         )
-        records = None
         if world.is_main:
             records = stack.enter_context(open_records(folders[0], inputs, world, state.step, conditions))
         if config.compile:
@@ -354,20 +313,26 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> int:
                 raise OtherRankFailed from error
             newest = next(iter(list_checkpoints(config.run_folder / "checkpoints")), None)
             good = f"the last good checkpoint is {newest}" if newest else "no checkpoint was written yet"
-            raise type(error)(f"{error}. Nothing was saved since; {good}; {error.hint}") from error
+            error.args = (f"{error}. Nothing was saved since; {good}; {error.hint}",)
+            raise
         if records is not None and stop is None:
             records.status(FINISHED, "", state.step)
             records.recorder.publish(state.step)
         elif records is not None and stop is not None and may_requeue(stop, config, environment):
             records.recorder.preempting()
+    except (Exception, KeyboardInterrupt) as error:
+        if records is not None:
+            records.failed(error)
+        return tell(error, config, world)
 
+    stack.close()
     signals.stopped_early = stop is not None
     if not world.is_main:
-        return 1 if stop is not None and stop.kind == PROBLEM else 0
+        return DONE  # whatever rank 0 ends with; a launcher must not end rank 0 before it has
     if stop is None:
         place = config.run_folder / "checkpoints" / folder_name(state.step)
         print(f"done: {config.max_steps} steps; the model is in {place}", flush=True)
-        return 0
+        return DONE
     # The files are closed and the lock is free: from here on SLURM may start the job again.
     code, words = conclude(stop, state.step, config, environment)
     print(f"{words}\ngo on with: {resume_command()}", flush=True)
@@ -378,7 +343,7 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> int:
 def open_records(
     folder: RunFolder, inputs: Inputs, world: World, step: int, conditions: StopConditions
 ) -> Iterator[Records]:
-    """Everything that rank 0 writes from `step` on. An error inside makes the run's status `failed`."""
+    """Everything that rank 0 writes from `step` on."""
     config = inputs.config
 
     def status(state: str, reason: str, done: int) -> None:
@@ -390,14 +355,8 @@ def open_records(
     wandb_id = folder.write_config(inputs, describe_launch(config, world, step))
     facts = {"model": inputs.model_config.to_dict(), "world_size": world.size, "data": inputs.data_identity}
     status(RUNNING, "", step)
-    try:
-        with closing(Recorder(config, folder.path, wandb_id, step, facts)) as recorder:
-            yield Records(folder, recorder, conditions, status)
-    except BaseException as error:
-        with suppress(OSError):
-            reason = str(error) or type(error).__name__
-            status(FAILED, " ".join(reason.split())[:1000], newest_step(folder.checkpoints))
-        raise
+    with closing(Recorder(config, folder.path, wandb_id, step, facts)) as recorder:
+        yield Records(folder, recorder, conditions, status)
 
 
 def _run_steps(

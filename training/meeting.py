@@ -15,12 +15,9 @@ from torch.distributed import DistError, TCPStore
 
 from slurm.environment import Environment
 from training.checks import time_text
+from training.errors import OtherRankFailed
 
 _Result = TypeVar("_Result")
-
-
-class OtherRankFailed(RuntimeError):
-    """Another rank met an error that it will report; a collective with it cannot end."""
 
 
 class RankLost(RuntimeError):

@@ -63,7 +63,7 @@ class Recorder:
         live = sys.stderr.isatty()
         self._bar = tqdm(total=config.max_steps, initial=start_step, unit="step", disable=not live, dynamic_ncols=True)
         self._live, self._last_line, self._max_steps = live, 0.0, config.max_steps
-        self._patience = _PATIENT_SECONDS
+        self._patience, self._code = _PATIENT_SECONDS, 0
         self.problem: str | None = None
 
     def log(self, record: dict[str, Any]) -> None:
@@ -128,9 +128,13 @@ class Recorder:
 
     def preempting(self) -> None:
         """Tell wandb that the run is about to stop and come back, and hurry: the job's time may be nearly up."""
-        self._patience = _HURRIED_SECONDS
+        self.hurry()
         if self._wandb is not None:
             self._wandb.mark_preempting()
+
+    def hurry(self, failed: bool = False) -> None:
+        """Have `close` wait for no more than a moment. failed: wandb shall show the run so."""
+        self._patience, self._code = _HURRIED_SECONDS, int(failed)
 
     def close(self) -> None:
         """Flush everything; a wandb server that does not answer is waited for, but not for ever."""
@@ -140,7 +144,7 @@ class Recorder:
         except OSError as error:
             self.problem = self.problem or f"{self._file.name} cannot be written: {error.strerror}"
         if self._wandb is not None:
-            finishing = threading.Thread(target=self._wandb.finish, daemon=True)
+            finishing = threading.Thread(target=self._wandb.finish, args=(self._code,), daemon=True)
             finishing.start()
             finishing.join(self._patience)
             if finishing.is_alive():

@@ -18,6 +18,7 @@ from typing import Any
 
 from data.files import json_lines, write_atomically
 from slurm.environment import Environment
+from training.errors import BUG, Kind
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 REQUEUED = "requeued"  # SLURM was asked to start the job again, and agreed
@@ -44,13 +45,18 @@ class Status:
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's error. secondary: it only lost touch with a rank that failed before it. time: seconds (Unix)."""
+    """One rank's error. secondary: it only lost touch with a rank that failed before it. time: seconds (Unix).
+
+    kind: a name of errors.KINDS. host_at_fault: where a restart should not go, "" if that is not known.
+    """
 
     rank: int
     host: str
     time: float
     error: str
     secondary: bool
+    kind: str = BUG.name
+    host_at_fault: str = ""
 
 
 def write_status(folder: Path, environment: Environment, state: str, reason: str, step: int, max_steps: int) -> None:
@@ -79,9 +85,17 @@ def _failure_file(folder: Path, environment: Environment) -> Path:
     return folder / "failures" / name
 
 
-def record_failure(folder: Path, environment: Environment, error: str, secondary: bool = False) -> None:
+def record_failure(
+    folder: Path,
+    environment: Environment,
+    error: str,
+    secondary: bool = False,
+    kind: Kind = BUG,
+    host_at_fault: str = "",
+) -> None:
     """Leave this rank's error for whoever asks why the run ended; a folder that cannot be written is no new error."""
-    failure = Failure(environment.rank, socket.gethostname(), time.time(), error, secondary)
+    host, now = socket.gethostname(), time.time()
+    failure = Failure(environment.rank, host, now, error, secondary, kind.name, host_at_fault)
     path = _failure_file(folder, environment)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

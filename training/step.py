@@ -22,6 +22,7 @@ from training.checks import ranks_text
 from training.distributed import World
 from training.divergence import RankCheck, begin_check
 from training.ema import Ema
+from training.errors import NonFiniteError
 from training.micro_step import MicroSteps
 from training.objective import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
 from training.parallel import Gradients
@@ -29,12 +30,6 @@ from training.schedules import learning_rate
 from training.setup import Inputs
 from training.summary import flops_per_token, peak_flops, target_share
 from training.update import WeightUpdate
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient is not a number; the message says where."""
-
-    hint = "a lower --learning_rate or --max_gradient, or --no-mixed_precision, usually helps"
 
 
 @dataclass

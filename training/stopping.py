@@ -12,6 +12,7 @@ from slurm import preemption
 from slurm.environment import Environment
 from slurm.preemption import StopSignals, TimeLimit
 from training.config import TrainingConfig
+from training.errors import BUG, DONE, GAVE_UP, HARDWARE, signal_code
 from training.status import (
     FAILED,
     REQUEUE_WANTED,
@@ -32,6 +33,8 @@ _PRIORITY = (PROBLEM, INTERRUPT, SUPERSEDED, PREEMPTION)
 
 class RestartRefused(RuntimeError):
     """The job has been restarted too often, or in vain; the message says which."""
+
+    kind = GAVE_UP
 
 
 @dataclass(frozen=True)
@@ -118,15 +121,17 @@ def may_requeue(stop: Stop, config: TrainingConfig, environment: Environment) ->
 
 def conclude(stop: Stop, step: int, config: TrainingConfig, environment: Environment) -> tuple[int, str]:
     """Exit code and last words of a run that has stopped and saved; called by rank 0, which alone requeues."""
-    state, reason, code = STOPPED, stop.text, 0
+    state, reason, code = STOPPED, stop.text, DONE
     words = f"stopped by {stop.text} after step {step}"
     if stop.kind == SUPERSEDED:
-        return 0, words  # the run's status belongs to the newer start
+        return DONE, words  # the run's status belongs to the newer start
     if stop.kind == PROBLEM:
-        state, code = FAILED, 1
+        state, code = FAILED, HARDWARE.code
     elif may_requeue(stop, config, environment):
         state, reason, code = _requeue(environment, config.max_restarts, stop.text)
         words += f"; {reason}"
+    elif stop.kind == PREEMPTION and environment.job_id is None:
+        code = signal_code(stop.text)
     write_status(config.run_folder, environment, state, reason, step, config.max_steps)
     return code, words
 
@@ -136,15 +141,16 @@ def _requeue(environment: Environment, max_restarts: int, cause: str) -> tuple[s
     job_id, restarts = environment.job_id, environment.restart_count
     assert job_id is not None
     if restarts >= max_restarts:
-        return FAILED, f"job {job_id} has been restarted {restarts} times (--max_restarts): it is not started again", 1
+        reason = f"job {job_id} has been restarted {restarts} times (--max_restarts): it is not started again"
+        return FAILED, reason, GAVE_UP.code
     outcome, answer = preemption.requeue(job_id, restarts)
     if outcome == preemption.REQUEUED:
-        return REQUEUED, f"SLURM starts job {job_id} again (restart {restarts + 1})", 0
+        return REQUEUED, f"SLURM starts job {job_id} again (restart {restarts + 1})", DONE
     if outcome == preemption.CANCELLED:
-        return STOPPED, f"job {job_id} was cancelled ({cause}): it is not started again", 0
+        return STOPPED, f"job {job_id} was cancelled ({cause}): it is not started again", DONE
     if outcome == preemption.NO_COMMAND:
-        return REQUEUE_WANTED, f"the job script has to requeue job {job_id}: there is no scontrol here", 0
-    return FAILED, f"SLURM did not start job {job_id} again: {answer}", 1
+        return REQUEUE_WANTED, f"the job script has to requeue job {job_id}: there is no scontrol here", DONE
+    return FAILED, f"SLURM did not start job {job_id} again: {answer}", BUG.code
 
 
 def resume_command() -> str:

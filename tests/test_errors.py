@@ -1,0 +1,160 @@
+"""Kinds of failures and their exit codes; a run tells its error before anything that takes long."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from runs import ROOT, flags, make_inputs
+
+from data.shards import ShardError
+from slurm import preemption
+from slurm.environment import Environment, EnvironmentProblem
+from slurm.finish import finish
+from training import loop
+from training.checkpoint import CheckpointError, SaveError
+from training.config import ConfigError, TrainingConfig
+from training.distributed import CollectiveError, single_world
+from training.errors import (
+    BUG,
+    GAVE_UP,
+    HARDWARE,
+    KINDS,
+    NOT_FINITE,
+    USER,
+    NonFiniteError,
+    host_at_fault,
+    kind_of,
+    kind_of_code,
+)
+from training.status import RUNNING, read_status, record_failure, write_status
+from training.stopping import RestartRefused
+
+HERE = socket.gethostname()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("errors") / "inputs")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "host"),
+    [
+        (ConfigError("--name is ''"), USER, ""),
+        (ShardError("a.shard is cut off"), USER, ""),
+        (EnvironmentProblem("put srun in front"), USER, ""),
+        (CheckpointError("is damaged"), USER, ""),
+        (torch.OutOfMemoryError("CUDA out of memory"), USER, ""),
+        (PermissionError(errno.EACCES, "Permission denied"), USER, ""),
+        (NonFiniteError("step 3: the loss is nan"), NOT_FINITE, ""),
+        (RestartRefused("restarted 200 times"), GAVE_UP, ""),
+        (SaveError("the disk is full"), HARDWARE, ""),
+        (CollectiveError("waited in vain", late=True), HARDWARE, ""),
+        (torch.distributed.DistBackendError("NCCL error in: NCCLUtils.hpp"), HARDWARE, ""),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), HARDWARE, ""),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), HARDWARE, HERE),
+        (OSError(errno.ESTALE, "Stale file handle"), HARDWARE, HERE),
+        (OSError(errno.EIO, "Input/output error"), HARDWARE, HERE),
+        (OSError(errno.ENOSPC, "No space left on device"), HARDWARE, ""),
+        (RuntimeError("CUDA error: device-side assert triggered"), BUG, ""),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), BUG, ""),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), BUG, ""),
+        (ZeroDivisionError("division by zero"), BUG, ""),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_kinds(error, kind, host):
+    assert kind_of(error) is kind
+    assert host_at_fault(error) == host
+
+
+def test_exit_codes_are_those_of_the_readme():
+    assert {kind.code for kind in KINDS.values()} == {1, 2, 3, 75}
+    assert [kind_of_code(code) for code in (1, 2, 3, 75, 137, 7)] == [BUG, USER, NOT_FINITE, HARDWARE, HARDWARE, BUG]
+    assert [kind for kind in KINDS.values() if kind.retried] == [HARDWARE]
+    table = (ROOT / "README.md").read_text().split("| exit code |")[1].split("\n\n")[0]
+    for code in ("0", "1", "2", "3", "75", "130", "143"):
+        assert f"\n| {code}" in table, code
+
+
+class SlowSink:
+    """A wandb whose upload takes as long as a run that was never told to hurry would wait."""
+
+    def log(self, *_: object, **__: object) -> None:
+        pass
+
+    def finish(self, code: int = 0) -> None:
+        time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (ZeroDivisionError("an error of its own"), 1, "ZeroDivisionError: an error of its own"),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), 75, "ECC error"),
+        (OSError(errno.ESTALE, "Stale file handle", "runs/run/x"), 75, "error: runs/run/x: Stale file handle"),
+    ],
+    ids=["bug", "device", "storage"],
+)
+def test_an_error_is_told_before_what_takes_long(inputs, tmp_path, capsys, monkeypatch, error, code, says):
+    """stderr and status.json have it when the threads of the loader are joined and wandb is waited for."""
+    told = []
+
+    def close(self) -> None:
+        told.append((capsys.readouterr().err, read_status(tmp_path / "run").state))
+
+    def step(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("training.loop.train_step", step)
+    monkeypatch.setattr("training.metrics._start_wandb", lambda *_: SlowSink())
+    monkeypatch.setattr("training.metrics._HURRIED_SECONDS", 0.05)
+    monkeypatch.setattr(loop.Loader, "close", close)
+    began = time.monotonic()
+    assert loop.main(flags(inputs, tmp_path), "test", single_world) == code
+    assert time.monotonic() - began < 50
+    ((stderr, state),) = told
+    assert says in stderr
+    assert ("Traceback" in stderr) == (code != 75 or isinstance(error, RuntimeError))
+    assert state == "failed"
+
+
+# The job script's last word (slurm/finish.py)
+
+
+@pytest.mark.parametrize(
+    ("srun", "failures", "retried", "code"),
+    [
+        (1, [(HARDWARE, False, "CUDA error: uncorrectable ECC error encountered")], True, 0),
+        (137, [(HARDWARE, False, "CUDA error: uncorrectable ECC error encountered")], True, 0),  # KillWait was short
+        (137, [(NOT_FINITE, False, "step 6: the loss is nan")], False, 3),
+        (137, [(HARDWARE, True, "lost contact"), (NOT_FINITE, False, "step 6: the loss is nan")], False, 3),
+        (143, [(USER, False, "--learning_rate is -1")], False, 2),
+        (1, [(BUG, False, "ZeroDivisionError: division by zero")], False, 1),
+        (75, [], True, 0),
+        (137, [], True, 0),
+        (1, [], False, 1),
+    ],
+)
+def test_a_job_is_retried_by_the_kind_of_its_first_failure(tmp_path, monkeypatch, srun, failures, retried, code):
+    """Whatever srun says, which depends on KillWait and on who ended whom."""
+    monkeypatch.setattr(preemption, "requeue", lambda *_: (preemption.REQUEUED, ""))
+    config = TrainingConfig(train_path="-", config_file="-", tokenizer_path="-", name="run", output_dir=str(tmp_path))
+    config.run_folder.mkdir()
+    for rank, (kind, secondary, error) in enumerate(failures):
+        place = Environment("slurm", rank=rank, world_size=8, job_id="77")
+        record_failure(config.run_folder, place, error, secondary, kind)
+    place = Environment("slurm", job_id="77")
+    write_status(config.run_folder, place, RUNNING, "", 0, 100)
+    found, words = finish(config, place, srun, requeue_on_crash=True)
+    assert found == code
+    assert ("SLURM starts job 77 again" in words) == retried
+    write_status(config.run_folder, place, RUNNING, "", 0, 100)
+    found, words = finish(config, place, srun, requeue_on_crash=False)
+    assert found == (code or (failures[0][0].code if failures else srun))
+    assert words.startswith("job 77 failed: ")

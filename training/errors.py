@@ -1,0 +1,127 @@
+"""Why a run ends before its last step: every failure has a kind, and this is the one table of kinds and exit codes.
+
+Both training scripts end with these codes, and slurm/finish.py, by way of the files in `failures/`, decides by kind
+whether a job starts again. Importing this needs no torch: finish.py may run outside the container of the ranks.
+
+A new error gets its kind by its class: derive it from one of those below, or give it a class attribute `kind`.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import signal
+import socket
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class Kind:
+    """name: as in failures/*.json. code: exit code. retried: whether REQUEUE_ON_CRASH starts a SLURM job again."""
+
+    name: str
+    code: int
+    retried: bool = False
+
+
+BUG = Kind("bug", 1)  # whatever nobody foresaw; told with its traceback
+USER = Kind("user", 2)  # flags, files or the surroundings have to be changed first
+NOT_FINITE = Kind("not finite", 3)  # the same steps would come to the same end
+GAVE_UP = Kind("gave up", 1)  # started too often, or in vain
+HARDWARE = Kind("hardware or network", 75, retried=True)  # EX_TEMPFAIL of sysexits.h: try again
+KINDS = {kind.name: kind for kind in (BUG, USER, NOT_FINITE, HARDWARE, GAVE_UP)}
+
+DONE = 0  # finished; or stopped as asked (Ctrl-C), or stopped in a SLURM job that starts again
+INTERRUPTED = 128 + signal.SIGINT  # Ctrl-C before the first step, or for the third time: nothing was saved
+
+
+def signal_code(name: str) -> int:
+    """Exit code of a run that a signal ("SIGTERM") has stopped and that nobody starts again by itself: not finished."""
+    return 128 + signal.Signals[name]
+
+
+def kind_of_code(code: int) -> Kind:
+    """The kind of failure that the exit code of a rank, or of srun, stands for where no rank has left word.
+
+    Above 128 a signal killed it: the kernel for want of memory, a driver, a broken file system.
+    """
+    return HARDWARE if code > 128 else next((kind for kind in KINDS.values() if kind.code == code), BUG)
+
+
+class UserError(ValueError):
+    """Something that the user has to change; the message names it, its value and the remedy."""
+
+    kind: ClassVar[Kind] = USER
+
+
+class NonFiniteError(RuntimeError):
+    """A loss, gradient or weight is not a number; the message says where."""
+
+    kind: ClassVar[Kind] = NOT_FINITE
+    hint = "a lower --learning_rate or --max_gradient, or --no-mixed_precision, usually helps"
+
+
+class HardwareError(RuntimeError):
+    """A device, host, file system or network failed; the same run may well succeed elsewhere or later.
+
+    host: which one is at fault, "" where nobody knows; a restart avoids it. secondary: this rank has only lost touch
+    with one that failed before it, whose error is the one to read.
+    """
+
+    kind: ClassVar[Kind] = HARDWARE
+
+    def __init__(self, message: str, host: str = "", secondary: bool = False):
+        super().__init__(message)
+        self.host, self.secondary = host, secondary
+
+
+class OtherRankFailed(RuntimeError):
+    """Another rank met an error and reports it; this rank just stops."""
+
+
+# Errors of others
+
+_OF_THE_USER = (errno.EACCES, errno.EPERM)
+_OF_THE_HOST = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EREMOTEIO)
+_OF_STORAGE = (*_OF_THE_HOST, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ETIMEDOUT)
+_DEVICE = re.compile(r"CUDA (driver )?error|HIP error|CUBLAS_STATUS|CUDNN_STATUS|uncorrectable", re.IGNORECASE)
+_OF_THE_PROGRAM = re.compile(r"device-side assert", re.IGNORECASE)  # an index out of range; it comes again
+
+
+def kind_of(error: BaseException) -> Kind:
+    """The kind of any error that can reach the end of a run."""
+    import torch
+
+    from data.corpus import CorpusError
+    from data.shards import ShardError
+    from slurm.environment import EnvironmentProblem
+
+    kind = getattr(error, "kind", None)
+    if isinstance(kind, Kind):
+        return kind
+    if isinstance(error, CorpusError | ShardError | EnvironmentProblem | torch.OutOfMemoryError):
+        return USER
+    if isinstance(error, OSError) and error.errno in _OF_THE_USER:
+        return USER
+    if isinstance(error, torch.distributed.DistError | ConnectionError) or _is_device_error(error):
+        return HARDWARE  # NCCL's errors among them, of which any host may be the cause
+    return HARDWARE if isinstance(error, OSError) and error.errno in _OF_STORAGE else BUG
+
+
+def is_explained(error: BaseException) -> bool:
+    """Whether an error's text is a sentence for the user, who then needs no traceback."""
+    return hasattr(error, "kind") or (kind_of(error) is USER and not isinstance(error, OSError))
+
+
+def host_at_fault(error: BaseException) -> str:
+    """The host on which a run should not start again; "" where no single one is to blame."""
+    if isinstance(error, HardwareError):
+        return error.host
+    of_host = isinstance(error, OSError) and error.errno in _OF_THE_HOST
+    return socket.gethostname() if of_host or _is_device_error(error) else ""
+
+
+def _is_device_error(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, RuntimeError) and bool(_DEVICE.search(text)) and not _OF_THE_PROGRAM.search(text)
