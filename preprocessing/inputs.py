@@ -16,7 +16,7 @@ _KINDS = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "pa
 # held-out text. Plain .json: beside data it mostly describes the data. (Compressed, as C4's, it is the data.)
 _KINDS_IF_NAMED = {".train": "text", ".dev": "text", ".test": "text", ".json": "jsonl"}
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-_ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar")  # many files in one
+_ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar", ".lz4", ".lzma", ".z")  # for other programs
 _READABLE = ".txt, .jsonl, .ndjson (each also .gz, .bz2, .xz, .zst), .json.gz (and so on) and .parquet"
 
 # What reads a file of a folder that is not read as it is

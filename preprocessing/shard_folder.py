@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -69,6 +70,7 @@ class ShardFolder:
         self.position: dict[str, Any] = {}
         self.counts: dict[str, int] = {}
         self.writers: list[SplitWriter] = []
+        self._identity = _digested(plan.identity)
         self._tokenizer = plan.tokenizer_path.read_bytes()
         self._consistent = True  # False while the writers are ahead of position and counts
         self._part_split = 0
@@ -232,7 +234,7 @@ class ShardFolder:
 
     def _write_journal(self) -> None:
         journal = {
-            "identity": self.plan.identity,
+            "identity": self._identity,
             "position": self.position,
             "counts": self.counts,
             "part_split": self._part_split,
@@ -255,7 +257,7 @@ class ShardFolder:
     def _check_journal(self, journal: dict[str, Any]) -> None:
         if not journal["position"]:  # nothing is done yet, as after a mistake in the flags: `open` begins anew
             return
-        difference = first_difference(journal["identity"], self.plan.identity)
+        difference = first_difference(_digested(journal["identity"]), self._identity)  # older journals have the list
         difference = flag_of(difference) if difference else ""
         if not difference and journal["counts"].get("bad_lines", 0) and not self.plan.skip_bad_lines:
             difference = "--skip_bad_lines"
@@ -306,6 +308,13 @@ class ShardFolder:
 def described_input(name: str, size: int, modified: int) -> dict[str, Any]:
     """An input as manifests tell of it: its name, bytes, and when it was last changed (nanoseconds since 1970)."""
     return {"name": name, "bytes": size, "modified": modified}
+
+
+def _digested(identity: dict[str, Any]) -> dict[str, Any]:
+    """An identity with a hash in place of its list of inputs: a million files are not written at each save."""
+    inputs = identity.get("inputs")
+    digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest() if isinstance(inputs, list) else inputs
+    return {**identity, "inputs": digest}
 
 
 def flag_of(key: str) -> str:

@@ -18,7 +18,7 @@ from tokenizing import ROOT, command, contents, decoded, make_texts, run, stored
 
 from data.shards import open_shard, read_manifest, sha256_file, tokenizer_hash
 from preprocessing import corpora
-from preprocessing.encoding import EncoderSettings, is_validation
+from preprocessing.encoding import ChunkEncoder, EncoderSettings, is_validation
 from preprocessing.inputs import CorpusError, InputFile, find_inputs
 from preprocessing.tokenize_corpus import tokenize_files
 from preprocessing.tokenizer import SPECIAL_TOKENS, load_tokenizer
@@ -171,6 +171,33 @@ def test_the_work_for_a_file_does_not_grow_with_their_number(tokenizer_path, tmp
     assert tokenize_files(files, tmp_path / "out", EncoderSettings(tokenizer_path)) is not None
     assert len(list(read_documents(files))) == len(files)
     assert 0 < len(looks) < 20 * len(files)
+
+
+def test_the_journal_is_short_whatever_the_number_of_files(tokenizer_path, tmp_path, monkeypatch, cheap_tokenizing):
+    """It is written anew at each save. One of an older version, with a list of the files, is continued too."""
+    (tmp_path / "in").mkdir()
+    for number in range(200):
+        (tmp_path / "in" / f"{number:03d}.txt").write_text("some text")
+    real, encoded = ChunkEncoder.__call__, []
+
+    def interrupted(self, chunk):
+        encoded.append(chunk.path)
+        if len(encoded) == 51:
+            raise KeyboardInterrupt
+        return real(self, chunk)
+
+    monkeypatch.setattr(ChunkEncoder, "__call__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize(tmp_path / "in", tmp_path / "out", tokenizer_path)
+    journal = tmp_path / "out" / "journal.json"
+    assert journal.stat().st_size < 1000
+    found = json.loads(journal.read_text())
+    files = find_inputs([tmp_path / "in"])
+    found["identity"]["inputs"] = [[str(file.path.resolve()), file.size, file.modified] for file in files]
+    journal.write_text(json.dumps(found))
+    assert tokenize(tmp_path / "in", tmp_path / "out", tokenizer_path) is not None
+    assert len(encoded) == 51 + 150
+    assert read_manifest(tmp_path / "out")["num_documents"] == 200
 
 
 # Memory
