@@ -14,6 +14,7 @@ states before it. What alphas need, the products of all dx with all h, is one sm
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -61,10 +62,23 @@ def wanted(embeddings: Tensor, sublayers: int) -> bool:
 
     HYBRID_FUSED_RESIDUAL=0 in the environment makes models use the twin, for comparing and debugging.
     """
-    if embeddings.device.type != "cuda" or torch.compiler.is_compiling():
+    device = embeddings.device
+    if device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
         return False
-    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
-    return autocast and not switched_off(SWITCH) and available(embeddings.device, embeddings.size(-1), sublayers)
+    if torch.get_autocast_dtype("cuda") != torch.bfloat16 or switched_off(SWITCH):
+        return False
+    return _traced() if torch.compiler.is_compiling() else available(device, embeddings.size(-1), sublayers)
+
+
+@torch.compiler.assume_constant_result  # runs while torch.compile traces, as nothing else there does
+def _traced() -> bool:
+    """Say that none of a model's kernels are used when it is compiled as a whole. Always False."""
+    warnings.warn(
+        "torch.compile over the whole model leaves out the CUDA kernels for attention, residual stream and norms and "
+        "is several times slower; use training.compiling.compile_layers(model) instead",
+        stacklevel=2,
+    )
+    return False
 
 
 def obstacle(device: torch.device, width: int, sublayers: int) -> str:

@@ -1,9 +1,9 @@
 """Plain attention with rotary positions (RoPE, Su et al. 2021): the fast path for users without relative positions.
 
 On a CPU, in float32, and inside torch.compile: PyTorch's scaled_dot_product_attention with a boolean mask. On CUDA in
-bf16 or fp16: variable-length flash attention, where documents are sequences of their own (flash-attn's kernels where
-it is installed, else those in torch.nn.attention.varlen). These kernels know nothing of counter-based dropout, so
-probabilities are never dropped here.
+bf16 or fp16 (sm_80 or later): variable-length flash attention, where documents are sequences of their own (flash-attn's
+kernels where it is installed, else those in torch.nn.attention.varlen). These kernels know nothing of counter-based
+dropout, so probabilities are never dropped here.
 """
 
 import inspect
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops import nvrtc
 from ops.attention import attention_allowed, document_starts
 
 # (query, key, value [tokens, H, d], boundaries int32 [documents + 1], longest possible document, causal) -> context
@@ -76,15 +77,24 @@ def rope_layout(
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
     angles = torch.arange(length, device=device, dtype=torch.float64)[:, None] * frequencies
     cos, sin = angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
-    kernel = None
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling():
-        kernel = varlen_kernel()
+    kernel = None if torch.compiler.is_compiling() or obstacle(device, dtype) else varlen_kernel()
     if kernel is not None:
         return RopeLayout(document_ids, cos, sin, None, varlen_layout(document_ids, causal, sizes), kernel)
     if isinstance(causal, bool):
         causal = torch.full((batch,), causal, device=device)
     allowed = attention_allowed(document_ids, causal.to(device)).unsqueeze(1)
     return RopeLayout(document_ids, cos, sin, allowed, None, None)
+
+
+def obstacle(device: torch.device, dtype: torch.dtype) -> str:
+    """Why queries of `dtype` cannot go through variable-length kernels on a device; "" where they can."""
+    if device.type != "cuda":
+        return "they need a CUDA device"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"they need bfloat16 or float16 and queries are {str(dtype).removeprefix('torch.')}"
+    if torch.version.hip is None and (problem := nvrtc.obstacle(device)):
+        return problem
+    return "" if varlen_kernel() else "neither flash-attn nor torch.nn.attention.varlen is installed"
 
 
 def rope_attention(query: Tensor, key: Tensor, value: Tensor, layout: RopeLayout) -> Tensor:

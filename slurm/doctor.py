@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from slurm.environment import Environment, EnvironmentProblem, read_environment
-from training import machine_checks, run_checks
+from training import kernel_report, machine_checks, run_checks
 from training.checks import FAIL, OK, SKIP, WARN, Row, time_text
 from training.checkup import COLUMNS, Doctor, Report, sentence
 from training.config import ConfigError, TrainingConfig, make_parser, parse_config
@@ -108,7 +108,7 @@ def examine(doctor: Doctor, request: Request) -> None:
     inputs: Inputs | None = None
     opened = doctor.check("inputs", open_inputs, _judge_inputs)
     if opened is None or inputs is None or config is None:
-        doctor.skip("the inputs cannot be used", "run", "shared folder", "shards", "batch", "training step")
+        doctor.skip("the inputs cannot be used", "run", "shared folder", "shards", "kernels", "batch", "training step")
     else:
         run = _examine_folder(doctor, inputs, environment)
         for name, corpus in (
@@ -121,6 +121,9 @@ def examine(doctor: Doctor, request: Request) -> None:
             measure = partial(run_checks.measure_shards, corpus, request.checksums, meeting.rank, meeting.size)
             doctor.check(name, measure, partial(run_checks.judge_shards, name=name, corpus=corpus), _CHECKSUM_SECONDS)
         plan = inputs  # for the closures below: never None from here on
+        if places:
+            kernels = partial(kernel_report.measure, plan.config, plan.model_config, device)
+            doctor.check("kernels", kernels, kernel_report.judge, _STEP_SECONDS)
         doctor.check("epochs", dict, lambda _: run_checks.judge_epochs(plan))
         splits = doctor.check("batch", lambda: check_world(plan, planned), lambda _: judge_batch(plan, planned))
         if places:

@@ -77,15 +77,16 @@ def test_everything_is_fine(inputs, tmp_path, capsys):
     assert code == 0, printed
     assert {row["result"] for row in rows.values()} == {OK, SKIP}, printed
     assert [name for name, row in rows.items() if row["result"] == SKIP] == ["process group", "host sums", "all-reduce"]
-    assert len(rows) == 23
+    assert len(rows) == 24
     lines = printed.splitlines()
     assert lines[0].split() == ["check", "result", "detail"]
-    assert lines[-1] == "doctor: 20 OK, 0 WARN, 0 FAIL, 3 SKIP"
+    assert lines[-1] == "doctor: 21 OK, 0 WARN, 0 FAIL, 3 SKIP"
     assert max(map(len, lines)) <= 120
     content = json.loads((tmp_path / "report.json").read_text())
-    assert content["counts"] == {OK: 20, WARN: 0, FAIL: 0, SKIP: 3}
+    assert content["counts"] == {OK: 21, WARN: 0, FAIL: 0, SKIP: 3}
     assert content["arguments"][: len(given)] == given
     assert rows["disk space"]["facts"]["checkpoints"] == 2
+    assert (rows["kernels"]["result"], rows["kernels"]["detail"]) == (OK, "none, since they need a CUDA device")
     assert rows["duration"]["facts"]["seconds"] > 0
     assert rows["training step"]["facts"]["0"]["lengths"].keys() == {"16", "32"}
     losses = rows["training step"]["facts"]["0"]["losses"]

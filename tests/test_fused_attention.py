@@ -306,23 +306,50 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], No
 ONE_STAGE = {32: 75, 64: 99, 128: 163}
 
 
+def check_documents(head_dim: int) -> None:
+    ids = torch.tensor([[0] * 70 + [1] * 5 + [-1] * 9 + [0] * 246, [0] * 330, [2] * 3 + [1] * 200 + [-1] * 127])
+    check(Case(3, 330, 3, head_dim, ids))
+
+
+def check_single_tokens(head_dim: int) -> None:
+    check(Case(40, 1, 3, head_dim))
+
+
+def check_few_slots(head_dim: int) -> None:
+    check(Case(3, 77, 2, head_dim, None, 4, 12))
+
+
+def check_more_work_than_runs_at_once(head_dim: int) -> None:
+    check_against_twin(Case(40, 256, 12, head_dim))
+
+
+def check_same_bits(head_dim: int) -> None:
+    case = Case(9, 200, 3, head_dim)
+    for first, second in zip(case.fused(), case.fused(), strict=True):
+        assert torch.equal(first, second)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("architecture", ["", "sm_90"])
-def test_forms_for_other_devices(pretend: Callable[[str, int], None], architecture: str, stages: int, head_dim: int):
+@pytest.mark.parametrize(
+    "check_case",
+    [check_documents, check_single_tokens, check_few_slots, check_more_work_than_runs_at_once, check_same_bits],
+)
+def test_forms_for_other_devices(
+    pretend: Callable[[str, int], None],
+    check_case: Callable[[int], None],
+    architecture: str,
+    stages: int,
+    head_dim: int,
+):
     """What all but Hopper run (mma.sync: plain sm_90 has no wgmma), and one stage of columns."""
     pretend(architecture, ONE_STAGE[head_dim] if stages == 1 else 0)
     assert fused_attention.available(torch.device("cuda", 0), head_dim, 63, True)
     kernels = fused_attention._kernels(torch.cuda.current_device(), head_dim, True)
     assert kernels.shared["relative_attention_backward_keys"] == fused_attention._shared_bytes(head_dim, True, stages)
-    ids = torch.tensor([([0] * 70 + [1] * 5 + [-1] * 9 + [0] * 246), [0] * 330, [2] * 3 + [1] * 200 + [-1] * 127])
-    check(Case(3, 330, 3, head_dim, ids))
-    check(Case(2, 1, 1, head_dim))
-    check(Case(3, 77, 2, head_dim, None, 4, 12))
-    check_against_twin(Case(20, 256, 6, head_dim))
-    for first, second in zip(*(Case(9, 200, 3, head_dim).fused() for _ in range(2)), strict=True):
-        assert torch.equal(first, second)
+    check_case(head_dim)
 
 
 @pytest.mark.gpu

@@ -352,7 +352,7 @@ def open_records(
     for path in filter(Path.exists, (folder.metrics, folder.samples)):
         if damaged := keep_until(path, step):
             print(f"note: {path} had {damaged} damaged line{'s' * (damaged > 1)}, left out now", flush=True)
-    wandb_id = folder.write_config(inputs, describe_launch(config, world, step))
+    wandb_id = folder.write_config(inputs, describe_launch(inputs, world, step))
     facts = {"model": inputs.model_config.to_dict(), "world_size": world.size, "data": inputs.data_identity}
     status(RUNNING, "", step)
     with closing(Recorder(config, folder.path, wandb_id, step, facts)) as recorder:

@@ -30,6 +30,7 @@ from data.plan import DataPlan, resolve_split
 from data.shards import tokenizer_hash
 from model import ModelConfig, ModelConfigError
 from slurm.environment import Environment
+from training import kernel_report
 from training.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -333,7 +334,7 @@ def _origin(config: TrainingConfig) -> str | None:
     return None if wish in ("auto", "never") else str(Path(wish).resolve())
 
 
-def describe_launch(config: TrainingConfig, world: World, start_step: int) -> dict[str, Any]:
+def describe_launch(inputs: Inputs, world: World, start_step: int) -> dict[str, Any]:
     """What config.json records about one start of the run."""
     device = world.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
@@ -346,8 +347,9 @@ def describe_launch(config: TrainingConfig, world: World, start_step: int) -> di
         "job_id": world.environment.job_id,
         "restart_count": world.environment.restart_count,
         "device": name,
+        "kernels": kernel_report.line(kernel_report.missing(inputs.config, inputs.model_config, device)),
         "start_step": start_step,
-        "resumed_from": _origin(config),
+        "resumed_from": _origin(inputs.config),
     }
 
 

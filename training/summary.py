@@ -7,6 +7,7 @@ import torch
 from data.loader import micro_batch_rows
 from data.plan import CAUSAL, MASKED
 from model import ModelConfig
+from training import kernel_report
 from training.checks import count
 from training.distributed import World
 from training.setup import Inputs
@@ -111,6 +112,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, mixed_pr
     lines = {
         "run": f"{config.run_folder}, steps {start_step} -> {config.max_steps}, seed {config.seed}",
         "device": f"{world.size} x {device}, {'bf16 autocast' if mixed_precision else 'fp32'}",
+        "kernels": kernel_report.line(kernel_report.missing(config, model, world.device)),
         "model": f"{model.model_type}, {parameters:,} parameters ({model.hidden_size} x {model.num_hidden_layers} "
         f"layers, {model.num_attention_heads} heads, vocabulary {model.vocab_size:,}, "
         f"{model.position_embedding} positions)",

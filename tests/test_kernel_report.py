@@ -1,0 +1,182 @@
+"""The line that says which kernels run and why others do not, for devices that are pretended; nothing is compiled."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from model import ModelConfig
+from ops import fused_attention, fused_residual, nvrtc, rope
+from training import kernel_report
+from training.checks import OK, WARN
+from training.config import TrainingConfig
+
+CUDA = torch.device("cuda", 0)
+FLAGS = TrainingConfig(train_path="-", config_file="-", tokenizer_path="-", name="-", mixed_precision=True)
+BASE = ModelConfig.from_json(Path(__file__).resolve().parent.parent / "configs" / "base.json")
+ALL = "attention, residual, gate norm, feed-forward norm, loss, optimizer"
+# Compute capability, and KiB of shared memory that a block may have (CUDA's programming guide).
+DEVICES = {
+    "T4": (7, 5, 64),
+    "A100": (8, 0, 163),
+    "A10": (8, 6, 99),
+    "L40S": (8, 9, 99),
+    "H200": (9, 0, 227),
+    "B200": (10, 0, 227),
+    "RTX 5090": (12, 0, 99),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ATTENTION", "RESIDUAL", "NORM", "LOSS", "OPTIMIZER"):
+        monkeypatch.delenv(f"HYBRID_FUSED_{name}", raising=False)
+    monkeypatch.delenv("HYBRID_SHARED_MEMORY", raising=False)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    major, minor, kib = DEVICES[name]
+    properties = SimpleNamespace(name=name, major=major, minor=minor, shared_memory_per_block_optin=kib * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+def report(config: TrainingConfig = FLAGS, **changes) -> str:
+    model = dataclasses.replace(BASE, **changes)
+    return kernel_report.line(kernel_report.missing(config, model, CUDA, load=False))
+
+
+@pytest.mark.parametrize("name", ["A100", "A10", "L40S", "H200", "B200", "RTX 5090"])
+def test_base_runs_with_all_kernels_on(monkeypatch: pytest.MonkeyPatch, name: str):
+    pretend(monkeypatch, name)
+    assert report() == ALL
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing", "reason"),
+    [
+        ({"num_attention_heads": 8}, "attention", "heads have 96 features and not 32, 64 or 128 (about 100 to 260 %"),
+        ({"position_bucket_size": 33}, "attention", "position_bucket_size is 33, above 32"),
+        ({"num_hidden_layers": 32}, "residual", "num_hidden_layers is 32, above 31"),
+        (
+            {"hidden_size": 2304, "num_attention_heads": 36},
+            "residual",
+            "hidden_size is 2304 and not a multiple of 128 up",
+        ),
+        ({"intermediate_size": 2624}, "feed-forward norm", "rows of 2624 features cannot be shared out"),
+        (
+            {"vocab_size": 50257},
+            "loss",
+            "vocab_size is 50,257 and not a multiple of 8 (about 5 to 10 % more time a step)",
+        ),
+    ],
+)
+def test_sizes_without_a_kernel_are_named(monkeypatch: pytest.MonkeyPatch, changes: dict, missing: str, reason: str):
+    pretend(monkeypatch, "H200")
+    used, _, rest = report(**changes).partition(" | not: ")
+    assert rest.startswith(f"{missing} because {reason}")
+    assert used == ALL.replace(f"{missing}, ", "")
+
+
+def test_other_reasons_are_named(monkeypatch: pytest.MonkeyPatch):
+    pretend(monkeypatch, "H200")
+    precise = dataclasses.replace(FLAGS, mixed_precision=False)
+    assert report(precise).startswith(
+        "optimizer | not: attention, residual, gate norm, feed-forward norm, loss because "
+    )
+    assert "because they compute in bfloat16 (--mixed_precision) (about 185 to 350 % more" in report(precise)
+    assert report(dataclasses.replace(FLAGS, optimizer="adamw")) == ALL.removesuffix(", optimizer")
+    assert "gate norm" not in report(model_type="ltg-bert")
+    for name, kernel in (("LOSS", "loss"), ("NORM", "gate norm, feed-forward norm"), ("OPTIMIZER", "optimizer")):
+        monkeypatch.setenv(f"HYBRID_FUSED_{name}", "0")
+        assert f"| not: {kernel} because HYBRID_FUSED_{name}=0 (about" in report()
+        monkeypatch.delenv(f"HYBRID_FUSED_{name}")
+    pretend(monkeypatch, "T4")
+    assert report().startswith("optimizer | not: attention, residual, gate norm, feed-forward norm, loss because the ")
+    assert "has compute capability 7.5 and they need 8.0" in report()
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert report() == "none, since they are CUDA and this is ROCm"
+
+
+def test_heads_of_128_need_more_to_train_than_to_read(monkeypatch: pytest.MonkeyPatch):
+    for name, trains in (("A100", True), ("RTX 5090", False)):
+        pretend(monkeypatch, name)
+        found = report(num_attention_heads=6)
+        assert found.startswith("attention") == trains
+        assert trains or "attention because heads of 128 features need 144 KiB of shared memory a block" in found
+        assert not fused_attention.obstacle(CUDA, 128, 63, trains=False)
+    pretend(monkeypatch, "H200")
+    monkeypatch.setenv("HYBRID_SHARED_MEMORY", "much")
+    with pytest.raises(ValueError, match="HYBRID_SHARED_MEMORY is 'much'; it must be a whole number of KiB"):
+        report()
+
+
+def test_rotary_attention_says_which_kernels_it_lacks(monkeypatch: pytest.MonkeyPatch):
+    pretend(monkeypatch, "H200")
+    monkeypatch.setattr(rope, "varlen_kernel", lambda: print)
+    assert report(position_embedding="rope").startswith("rotary attention, residual")
+    pretend(monkeypatch, "T4")
+    assert rope.obstacle(CUDA, torch.bfloat16) == "the device has compute capability 7.5 and they need 8.0"
+    pretend(monkeypatch, "H200")
+    assert "queries are float32" in rope.obstacle(CUDA, torch.float32)
+    monkeypatch.setattr(rope, "varlen_kernel", lambda: None)
+    assert "neither flash-attn nor torch.nn.attention.varlen" in report(position_embedding="rope")
+
+
+def test_kernels_that_do_not_load_are_named(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise OSError("no NVRTC")
+
+    pretend(monkeypatch, "H200")
+    monkeypatch.setattr(fused_residual, "_module", fail)
+    monkeypatch.setattr(fused_residual, "available", fused_residual.available.__wrapped__)
+    others = [kernel for kernel in kernel_report._kernels(FLAGS, BASE, CUDA) if kernel.name != "residual"]
+    residual = [kernel for kernel in kernel_report._kernels(FLAGS, BASE, CUDA) if kernel.name == "residual"]
+    monkeypatch.setattr(
+        kernel_report, "_kernels", lambda *_: [*(k._replace(available=lambda: True) for k in others), *residual]
+    )
+    with pytest.warns(UserWarning, match="residual stream runs without.*no NVRTC"):
+        found = kernel_report.missing(FLAGS, BASE, CUDA)
+    assert {name for name, reason in found.items() if reason} == {"residual"}
+    assert "cannot be compiled or loaded" in found["residual"]
+
+
+def test_the_doctor_warns_of_a_gpu_without_a_kernel_alone(monkeypatch: pytest.MonkeyPatch):
+    cpu = kernel_report.measure(FLAGS, BASE, torch.device("cpu"))
+    assert cpu["line"] == "none, since they need a CUDA device"
+    assert kernel_report.judge({0: cpu, 1: cpu}).result == OK
+    pretend(monkeypatch, "H200")
+    monkeypatch.setattr(nvrtc, "loads", lambda *_: True)
+    for module in (fused_attention, fused_residual):
+        monkeypatch.setattr(module, "available", module.available.__wrapped__)
+    slower = {"line": report(num_attention_heads=8), "slower": ["attention"]}
+    row = kernel_report.judge({0: {"line": ALL, "slower": []}, 1: slower})
+    assert row.result == WARN
+    assert "on ranks 0; " in row.detail
+    assert "on ranks 1" in row.detail
+
+
+@pytest.fixture
+def bf16_autocast() -> Iterator[None]:
+    """As torch.autocast("cuda", torch.bfloat16) has it, which does nothing on a machine without CUDA."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    yield
+    torch.set_autocast_enabled("cuda", before[0])
+    torch.set_autocast_dtype("cuda", before[1])
+
+
+def test_a_model_compiled_as_a_whole_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, bf16_autocast: None):
+    embeddings = SimpleNamespace(device=CUDA, size=lambda _: 768)
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if fused_residual.wanted(embeddings, 24) else x  # pyright: ignore[reportArgumentType]
+
+    with pytest.warns(UserWarning, match=r"torch.compile over the whole model.*compile_layers"):
+        assert not torch.compile(traced, fullgraph=True, backend="eager")(torch.zeros(2)).any()
+    monkeypatch.setattr(fused_residual, "available", lambda *_: True)
+    assert traced(torch.zeros(2)).all(), "and it says nothing"
