@@ -9,42 +9,38 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 
+from data.files import allow_open_files
 from data.hashing import Permutation, fold
+from data.mix import CorpusError, Source, read_mix
 from data.shard_paths import find_shards
 from data.shards import Shard, ShardError, open_shard
 
+_Numbers = Callable[[np.ndarray], np.ndarray]
 _BLOCK = 16  # documents per entry of an epoch's length index: a row that is read looks at about so many
 _CHUNK = 1 << 18  # documents handled at once while an epoch's index is built
-_DROP_BYTES = 64 << 20  # release mapped pages after about so many bytes were mapped
+_DROP_BYTES = 1 << 30  # release mapped pages after about so many bytes were mapped
 _FAULT_BYTES = 64 << 10  # that Linux maps around an access
+_INDICES = 4  # kept of a corpus: a range of either objective may touch the end of one epoch and the next
 OCCURRENCE_SHIFT = 40  # an origin is (times the document was used before) << 40 | position in the corpus
 
 
-class CorpusError(ValueError):
-    """The training data cannot be used; the message names the file and the remedy."""
+_SAMPLE = -2  # purpose of the key that orders sampled sources
+
+# Set by a thread that may have to end while an index is built: then building raises IndexStopped.
+stop_event: ContextVar[Event | None] = ContextVar("stop_event", default=None)
 
 
-@dataclass(frozen=True)
-class Source:
-    """Consecutive documents of the corpus that are used `repeat` times per epoch.
-
-    first_document: index of the source's first document in the corpus.
-    num_documents: documents in the source.
-    documents_per_epoch: round(repeat * num_documents). Where it is no multiple of num_documents, an epoch continues in
-        the source where the epoch before it stopped, so that all documents are used equally often over time.
-    """
-
-    path: str
-    repeat: float
-    first_document: int
-    num_documents: int
-    documents_per_epoch: int
+class IndexStopped(RuntimeError):
+    """Whoever asked for an index does not want it any more."""
 
 
 @dataclass(frozen=True)
@@ -55,28 +51,12 @@ class EpochIndex:
     block_ends: np.ndarray  # [blocks] int64: tokens up to the end of each block of _BLOCK documents
 
 
-def read_mix(path: Path) -> list[tuple[str, float]]:
-    """Paths and repeats of a mix file: {"sources": [{"path": "...", "repeat": 2}, ...]}, paths relative to the file."""
-    try:
-        mix = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CorpusError(f"{path}: cannot be read as a mix file ({error}); see README, 'Mixing sources'") from error
-    sources = mix.get("sources") if isinstance(mix, dict) else None
-    if not isinstance(sources, list) or not sources:
-        raise CorpusError(f'{path}: a mix file is {{"sources": [{{"path": ..., "repeat": 1}}, ...]}} with one or more')
-    result = []
-    for number, source in enumerate(sources):
-        where = f"{path}: sources[{number}]"
-        if not isinstance(source, dict) or not isinstance(source.get("path"), str):
-            raise CorpusError(f'{where} needs a "path" (a shard folder, a shard file or a glob)')
-        unknown = sorted(set(source) - {"path", "repeat"})
-        if unknown:
-            raise CorpusError(f'{where} has an unknown key {unknown[0]!r}; known are "path" and "repeat"')
-        repeat = source.get("repeat", 1)
-        if isinstance(repeat, bool) or not isinstance(repeat, int | float) or not 0 < repeat <= 1000:
-            raise CorpusError(f'{where}: "repeat" is {repeat!r}; it must be a number above 0 and at most 1000')
-        result.append((str(path.parent / source["path"]), float(repeat)))
-    return result
+@dataclass(frozen=True)
+class _Sample:
+    """The order in which the documents of a sampled source are used, over and over."""
+
+    permutation: Permutation
+    block_ends: np.ndarray  # [blocks] int64: stored tokens up to the end of each block of _BLOCK documents
 
 
 class Corpus:
@@ -85,11 +65,12 @@ class Corpus:
     path: a shard folder, a shard file, a glob of either, or a mix file ending in .json.
     tokenizer_hash: refuse shards made with another tokenizer; None accepts any.
     bos_id, eos_id: ids that open and close each document; eos_id None leaves the end unmarked (published behaviour).
+    seed: of the samples that fractions of a source are.
     Raises CorpusError or ShardError, each a sentence naming the file.
     """
 
-    def __init__(self, path: str | Path, *, tokenizer_hash: str | None, bos_id: int, eos_id: int | None):
-        self.bos_id, self.eos_id = bos_id, eos_id
+    def __init__(self, path: str | Path, *, tokenizer_hash: str | None, bos_id: int, eos_id: int | None, seed: int = 0):
+        self.bos_id, self.eos_id, self._seed = bos_id, eos_id, seed
         self.specials_per_document = 1 + (eos_id is not None)
         as_path = Path(path)
         parts = read_mix(as_path) if as_path.suffix == ".json" and as_path.is_file() else [(str(path), 1.0)]
@@ -97,15 +78,20 @@ class Corpus:
         self.sources: list[Source] = []
         first = 0
         for part, repeat in parts:
-            shards = [open_shard(file, tokenizer_hash, sha256) for file, sha256 in find_shards(part)]
+            shards = [open_shard(file, tokenizer_hash, sha256, scattered=True) for file, sha256 in find_shards(part)]
             count = sum(shard.num_documents for shard in shards)
-            if count == 0:
-                raise CorpusError(f"{part}: holds no documents; check the input of preprocessing/tokenize_corpus.py")
-            per_epoch = max(1, int(repeat * count + 0.5))
-            self.sources.append(Source(part, repeat, first, count, per_epoch))
+            if not any(shard.num_tokens for shard in shards):
+                what = "tokens, its documents are empty" if count else "documents"
+                raise CorpusError(f"{part}: holds no {what}; check the input of preprocessing/tokenize_corpus.py")
+            self.sources.append(Source(part, repeat, first, count))
             self.shards += shards
             first += count
         _refuse_twice(path, self.shards)
+        if not allow_open_files(len(self.shards)):  # a mapped file keeps a descriptor
+            raise CorpusError(
+                f"{path} has {len(self.shards):,} shards, more than the files that this process may open; raise that "
+                "limit (ulimit -Hn), or make fewer shards (tokenize_corpus.py --shard_size)"
+            )
         hashes = {shard.tokenizer_hash for shard in self.shards}
         if len(hashes) > 1:
             raise CorpusError(
@@ -117,13 +103,30 @@ class Corpus:
         )  # first document of each
         self._shard_tokens = np.cumsum([0] + [shard.num_tokens for shard in self.shards])  # first token of each
         self.num_tokens = int(self._shard_tokens[-1])
-        self._epoch_slots = np.cumsum([0] + [source.documents_per_epoch for source in self.sources])
-        self.documents_per_epoch = int(self._epoch_slots[-1])
+        ends = [source.first_document + source.num_documents for source in self.sources]
+        self._source_tokens = np.diff([self._tokens_before(end) for end in (0, *ends)]).tolist()
+        self._first_documents = np.array([source.first_document for source in self.sources])
+        self._counts = np.array([source.num_documents for source in self.sources])
+        self._sample = lru_cache(maxsize=None)(self._build_sample)
+        self._tokens_before_epoch = lru_cache(maxsize=256)(self._count_tokens)
+        self._uses_before = lru_cache(maxsize=8)(self._count_uses)
         self._bytes_mapped = 0
+        self.indices: dict[tuple[int | None, int], EpochIndex] = {}  # of its streams, by key and epoch
+        if self.documents_in(0) == 0:
+            raise CorpusError(f'{path}: the first epoch holds no document, so small are its fractions; raise "repeat"')
+
+    @property
+    def sampled(self) -> bool:
+        """Whether a source is used a fractional number of times per epoch."""
+        return any(source.sampled for source in self.sources)
+
+    @property
+    def _order(self) -> str:
+        return "rows shuffled within an epoch" + ("; fractions sampled" if self.sampled else "")
 
     def identity(self) -> str:
         """A hash that changes when documents, their order, tokenizer, mix or document ends change; cheap."""
-        facts: dict[str, object] = {"bos": self.bos_id, "eos": self.eos_id, "order": "rows shuffled within an epoch"}
+        facts: dict[str, object] = {"bos": self.bos_id, "eos": self.eos_id, "order": self._order}
         facts["sources"] = [(source.num_documents, source.repeat) for source in self.sources]
         facts["shards"] = [(shard.num_documents, shard.tokenizer_hash, shard.content_hash) for shard in self.shards]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -131,8 +134,8 @@ class Corpus:
     def first_identity(self) -> str:
         """What runs recorded before the manifests' SHA-256 counted; sees only the ends of the shards."""
         digest = hashlib.sha256()
-        facts: dict[str, object] = {"bos": self.bos_id, "eos": self.eos_id, "order": "rows shuffled within an epoch"}
-        facts["sources"] = [(source.num_documents, source.documents_per_epoch) for source in self.sources]
+        facts: dict[str, object] = {"bos": self.bos_id, "eos": self.eos_id, "order": self._order}
+        facts["sources"] = [(source.num_documents, source.uses_before(1)) for source in self.sources]
         facts["shards"] = [(s.num_documents, s.num_tokens, s.dtype.name, s.tokenizer_hash) for s in self.shards]
         digest.update(json.dumps(facts, sort_keys=True).encode())
         for shard in self.shards:
@@ -153,28 +156,36 @@ class Corpus:
 
     def _spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Start (in the concatenation of all shards) and length of each document; int64 [n] both."""
-        starts, lengths = np.empty(len(documents), np.int64), np.empty(len(documents), np.int64)
-        shard_of = np.searchsorted(self._shard_documents, documents, side="right") - 1
-        for shard in _numbers_in(shard_of) if len(self.shards) > 1 else (0,):
-            where = np.flatnonzero(shard_of == shard) if len(self.shards) > 1 else slice(None)
-            local = documents[where] - self._shard_documents[shard]
-            offsets = self.shards[shard].offsets
-            begin = offsets[local].astype(np.int64)
-            starts[where] = begin + self._shard_tokens[shard]
-            lengths[where] = offsets[local + 1].astype(np.int64) - begin
-        return starts, lengths
+        order, shard_of, groups, local = _by_shard(self._shard_documents, documents)
+        starts, ends = np.empty(len(documents), np.int64), np.empty(len(documents), np.int64)
+        after = local + 1
+        for number, begin, end in groups:
+            shard = self.shards[number]
+            shard.check_size()
+            starts[begin:end] = shard.offsets[local[begin:end]]
+            ends[begin:end] = shard.offsets[after[begin:end]]
+        ends -= starts
+        if order is None:
+            return starts, ends
+        result = np.empty((2, len(documents)), np.int64)
+        result[0, order], result[1, order] = starts + self._shard_tokens[shard_of], ends
+        return result[0], result[1]
 
-    def _read(self, positions: np.ndarray) -> np.ndarray:
-        """Stored tokens at `positions` in the concatenation of all shards; int32 [n]."""
-        if len(self.shards) == 1:
-            tokens = self.shards[0].tokens[positions].astype(np.int32)
-        else:
-            tokens = np.empty(len(positions), np.int32)
-            shard_of = np.searchsorted(self._shard_tokens, positions, side="right") - 1
-            for shard in _numbers_in(shard_of):
-                where = np.flatnonzero(shard_of == shard)
-                tokens[where] = self.shards[shard].tokens[positions[where] - self._shard_tokens[shard]]
-        return tokens
+    def _read(self, tokens: np.ndarray, targets: np.ndarray, sources: np.ndarray, lengths: np.ndarray) -> None:
+        """Copy stored tokens to `tokens` int32: so many (`lengths`) from each of `sources` to each of `targets`.
+
+        sources: in the concatenation of all shards. All int64 [n], lengths above 0, no piece in two shards.
+        """
+        order, shard_of, groups, local = _by_shard(self._shard_tokens, sources)
+        if order is not None:
+            targets, lengths = targets[order], lengths[order]
+        for number, first, length in zip(shard_of.tolist(), local.tolist(), lengths.tolist(), strict=True):
+            self.shards[number].prefetch(first, length)  # of all at once: the disk is not asked piece by piece
+        source, ends = _ranges(local, lengths), [0, *np.cumsum(lengths).tolist()]
+        found = np.empty(len(source), np.int32)
+        for number, first, last in groups:
+            found[ends[first] : ends[last]] = self.shards[number].tokens[source[ends[first] : ends[last]]]
+        tokens[_ranges(targets, lengths)] = found
 
     def count_mapped(self, documents: int, tokens: int) -> None:
         """Note that so many documents and tokens were read here and there; unmaps them once that adds up."""
@@ -188,18 +199,52 @@ class Corpus:
             shard.drop_cache()
         self._bytes_mapped = 0
 
-    # Documents by epoch and slot: slot numbers run through each source `repeat` times
+    # Documents by epoch and slot: an epoch's slots are the uses of the first source in it, then those of the next, ...
+
+    def _count_uses(self, epoch: int) -> np.ndarray:
+        return np.array([source.uses_before(epoch) for source in self.sources])
+
+    def documents_in(self, epoch: int) -> int:
+        """Documents in an epoch, repeats counted."""
+        return int((self._uses_before(epoch + 1) - self._uses_before(epoch)).sum())
 
     def tokens_before_epoch(self, epoch: int) -> int:
         """Tokens, special ones included, that a stream has delivered when `epoch` (from 0) begins."""
+        return self._tokens_before_epoch(epoch)
+
+    def _count_tokens(self, epoch: int) -> int:
         total = 0
-        for source in self.sources:
-            cycles, rest = divmod(epoch * source.documents_per_epoch, source.num_documents)
-            first, last = source.first_document, source.first_document + source.num_documents
-            start = self._tokens_before(first)
-            total += cycles * (self._tokens_before(last) - start) + self._tokens_before(first + rest) - start
-            total += epoch * source.documents_per_epoch * self.specials_per_document
+        for number, uses in enumerate(self._uses_before(epoch).tolist()):
+            passes, rest = divmod(uses, self.sources[number].num_documents)
+            total += passes * self._source_tokens[number] + uses * self.specials_per_document
+            total += self._sampled_tokens(number, rest) if rest else 0
         return total
+
+    def _sampled_tokens(self, number: int, count: int) -> int:
+        """Stored tokens of the first `count` documents in the order of a sampled source."""
+        sample, block = self._sample(number), count // _BLOCK
+        rest = sample.permutation(np.arange(block * _BLOCK, count)) + self.sources[number].first_document
+        return int(sample.block_ends[block - 1] if block else 0) + int(self._spans(rest)[1].sum())
+
+    def _build_sample(self, number: int) -> _Sample:
+        source = self.sources[number]
+        permutation = Permutation(fold(fold(self._seed, _SAMPLE), number), source.num_documents)
+        ends = self.block_ends(source.num_documents, lambda index: source.first_document + index, permutation.inverse)
+        return _Sample(permutation, ends)
+
+    def block_ends(self, count: int, documents: _Numbers, places: _Numbers, extra: int = 0) -> np.ndarray:
+        """Tokens up to the end of each block of _BLOCK places, int64 [blocks], `extra` added to every document.
+
+        documents, places: from 0 .. count-1, in pieces, to the documents and to where in the order they are. Fast where
+        these documents follow each other as stored. Raises IndexStopped.
+        """
+        sums, stop = np.zeros(-(-count // _BLOCK), np.int64), stop_event.get()
+        for start in range(0, count, _CHUNK):
+            if stop is not None and stop.is_set():
+                raise IndexStopped
+            index = np.arange(start, min(start + _CHUNK, count))
+            np.add.at(sums, places(index) // _BLOCK, self._spans(documents(index))[1] + extra)
+        return np.cumsum(sums)
 
     def epoch_of(self, position: int) -> int:
         """The epoch that holds the stream's token number `position`."""
@@ -214,12 +259,16 @@ class Corpus:
 
     def documents_of(self, epoch: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Document behind each slot of an epoch, and how often it was used before; int64 [n] both."""
-        source_of = np.searchsorted(self._epoch_slots, slots, side="right") - 1
-        per_epoch = np.array([source.documents_per_epoch for source in self.sources])[source_of]
-        count = np.array([source.num_documents for source in self.sources])[source_of]
-        first = np.array([source.first_document for source in self.sources])[source_of]
-        uses, local = np.divmod(slots - self._epoch_slots[source_of] + epoch * per_epoch, count)
-        return first + local, uses
+        before = self._uses_before(epoch)
+        firsts = np.cumsum(self._uses_before(epoch + 1) - before)
+        source_of = np.searchsorted(firsts, slots, side="right")
+        firsts = np.concatenate([[0], firsts[:-1]])  # of each source, among the slots
+        uses, local = np.divmod(slots + (before - firsts)[source_of], self._counts[source_of])
+        for number in np.flatnonzero(np.bincount(source_of)).tolist() if self.sampled else ():
+            if self.sources[number].sampled:
+                here = np.flatnonzero(source_of == number)
+                local[here] = self._sample(number).permutation(local[here])
+        return self._first_documents[source_of] + local, uses
 
 
 class TokenStream:
@@ -227,22 +276,28 @@ class TokenStream:
 
     def __init__(self, corpus: Corpus, key: int | None):
         self.corpus, self._key = corpus, key
-        self._index = lru_cache(maxsize=2)(self._build_index)  # a range may touch the end of one epoch and the next
+
+    def _index(self, epoch: int) -> EpochIndex:
+        """The index of an epoch, built where no stream of this key has built it lately."""
+        known, name = self.corpus.indices, (self._key, epoch)
+        index = known.pop(name, None) or self._build_index(epoch)
+        known[name] = index  # the last of them
+        while len(known) > _INDICES:
+            del known[next(iter(known))]
+        return index
 
     def _order(self, permutation: Permutation, index: np.ndarray) -> np.ndarray:
         return index if self._key is None else permutation(index)
 
     def _build_index(self, epoch: int) -> EpochIndex:
-        corpus = self.corpus
-        count = corpus.documents_per_epoch
+        corpus, count = self.corpus, self.corpus.documents_in(epoch)
         permutation = Permutation(fold(self._key or 0, epoch), count)
-        sums = []
-        for start in range(0, count, _CHUNK):
-            slots = self._order(permutation, np.arange(start, min(start + _CHUNK, count)))
-            lengths = corpus._spans(corpus.documents_of(epoch, slots)[0])[1] + corpus.specials_per_document
-            sums.append(np.add.reduceat(lengths, np.arange(0, len(lengths), _BLOCK)))
-        corpus.drop_cache()
-        return EpochIndex(permutation, np.cumsum(np.concatenate(sums)))
+        # In the order of the slots, which is that of the shards: only the sums are looked up here and there.
+        places = permutation.inverse if self._key is not None else lambda slots: slots
+        ends = corpus.block_ends(
+            count, lambda slots: corpus.documents_of(epoch, slots)[0], places, corpus.specials_per_document
+        )
+        return EpochIndex(permutation, ends)
 
     def read(self, position: int, count: int, *, origins: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
         """Tokens `position` .. `position + count - 1` of the stream.
@@ -298,8 +353,8 @@ class TokenStream:
         last_blocks = np.searchsorted(index.block_ends, begins + count, side="left")
         blocks = np.unique(_ranges(first_blocks, last_blocks - first_blocks + 1))
         places = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
-        if (blocks[-1] + 1) * _BLOCK > corpus.documents_per_epoch:  # the last block may be cut short
-            places = places[places < corpus.documents_per_epoch]
+        if (blocks[-1] + 1) * _BLOCK > index.permutation.size:  # the last block may be cut short
+            places = places[places < index.permutation.size]
         documents, uses = corpus.documents_of(epoch, self._order(index.permutation, places))
         starts, lengths = corpus._spans(documents)
         wrapped = lengths + corpus.specials_per_document
@@ -315,22 +370,23 @@ class TokenStream:
         row = np.repeat(np.arange(len(begins)), overlapping)
         opens = (ends - wrapped)[document] - begins[row]  # offset of the <s> in its row; the first may be negative
         closes = ends[document] - begins[row] - 1
-        pieces = np.minimum(closes + 1, count) - np.maximum(opens, 0)
 
-        # Source position of every output token; the places of special tokens read a neighbour and are overwritten.
-        source = np.tile(np.arange(count), len(begins)) + np.repeat(starts[document] - opens - 1, pieces)
+        # What lies between the special tokens: where it goes, where it is stored, how long it is.
+        after_bos, until = np.maximum(opens + 1, 0), np.minimum(closes + (corpus.eos_id is None), count)
+        some = np.flatnonzero(until > after_bos)
+        targets, lengths = (row * count + after_bos)[some], (until - after_bos)[some]
+        sources = (starts[document] - opens - 1 + after_bos)[some]
+        tokens = np.empty(len(begins) * count, np.int32)
+        corpus._read(tokens, targets, sources, lengths)
+        corpus.count_mapped(len(document), len(tokens))
         bos = (row * count + opens)[opens >= 0]
-        eos = (row * count + closes)[closes < count] if corpus.eos_id is not None else bos[:0]
-        source[bos] = source[eos] = min(int(starts[document[0]]), corpus.num_tokens - 1)
-        tokens = corpus._read(source)
-        corpus.count_mapped(len(document), len(source))
         tokens[bos] = corpus.bos_id
         if corpus.eos_id is not None:
-            tokens[eos] = corpus.eos_id
+            tokens[(row * count + closes)[closes < count]] = corpus.eos_id
         if not want_origins:
             return tokens.reshape(-1, count), None
-        origins = source + (np.repeat(uses[document], pieces) << OCCURRENCE_SHIFT)
-        origins[bos] = origins[eos] = 0
+        origins = np.zeros(len(tokens), np.int64)
+        origins[_ranges(targets, lengths)] = _ranges(sources + (uses[document[some]] << OCCURRENCE_SHIFT), lengths)
         return tokens.reshape(-1, count), origins.reshape(-1, count)
 
 
@@ -342,24 +398,37 @@ def _refuse_twice(path: str | Path, shards: list[Shard]) -> None:
         for key in (place, shard.content_hash) if several else (place,):
             other, folder = seen.setdefault(key, (shard, place.parent))
             if other is not shard and (key == place or folder != place.parent):
-                which = (
-                    f"{shard.path} twice"
-                    if other.path == shard.path
-                    else f"the same shard as {other.path} and {shard.path}"
+                what = (
+                    f"{shard.path} twice" if other.path == shard.path else f"one shard as {other.path} and {shard.path}"
                 )
                 raise CorpusError(
-                    f'{path} takes {which}; name it once ("repeat" in a mix file uses documents more often)'
+                    f'{path} takes {what}; name it once ("repeat" in a mix file uses documents more often)'
                 )
 
 
-def _numbers_in(values: np.ndarray) -> np.ndarray:
-    """The small numbers that occur among many `values`, in order, much faster than np.unique."""
-    return np.flatnonzero(np.bincount(values))
+def _by_shard(
+    firsts: np.ndarray, values: np.ndarray
+) -> tuple[np.ndarray | None, np.ndarray, list[tuple[int, int, int]], np.ndarray]:
+    """`values` (documents or positions in the corpus) sorted by shard; `firsts` [shards + 1]: the first of each shard.
+
+    Returns their order (None: as they are), the shard of each in that order, (shard, begin, end) for each shard that
+    occurs, and the values in that order, counted from the first of their shard.
+    """
+    if len(firsts) == 2 or not len(values):
+        return None, np.zeros(len(values), np.int64), [(0, 0, len(values))], values
+    shard_of = np.searchsorted(firsts, values, side="right") - 1
+    order = np.argsort(shard_of.astype(np.uint16) if len(firsts) < 1 << 16 else shard_of, kind="stable")  # radix sort
+    shard_of = shard_of[order]
+    begins = np.flatnonzero(np.diff(shard_of, prepend=-1))
+    pieces = [*zip(shard_of[begins].tolist(), begins.tolist(), [*begins[1:].tolist(), len(values)], strict=True)]
+    return order, shard_of, pieces, values[order] - firsts[shard_of]
 
 
 def _ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """first, first + 1, ... (count of them) for each pair, one range after the other."""
     ends = np.cumsum(counts)
+    if not len(ends):
+        return ends
     return np.arange(ends[-1]) + np.repeat(firsts - ends + counts, counts)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 PARTIAL_SUFFIX = ".partial"
+_OTHER_FILES = 100  # that a process has open or is about to open, beside those counted
 
 
 def sync_folder(folder: Path) -> None:
@@ -62,3 +64,17 @@ def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             except (ValueError, RecursionError):  # a UnicodeDecodeError is a ValueError
                 content = None
             yield line, content if isinstance(content, dict) else None
+
+
+def allow_open_files(number: int) -> bool:
+    """Let this process open `number` more files than it may now, as far as the hard limit goes.
+
+    Returns False where even that leaves no room for them and for some others.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return True
+    most = soft + number if hard == resource.RLIM_INFINITY else hard
+    with suppress(OSError, ValueError):  # a system with a limit of its own: the present one may do
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + number, most), hard))
+    return number + _OTHER_FILES <= most

@@ -9,6 +9,8 @@ Generators", OOPSLA 2014, figure 16); `fold` feeds it a Weyl sequence in the cou
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -89,11 +91,28 @@ class Permutation:
             right = np.where(right >= b, right - b, right)
         return right * a + left
 
-    def __call__(self, index: np.ndarray) -> np.ndarray:
-        """Images of `index` (integers in 0 .. size-1, any shape [n]) as int64 [n]."""
-        out = self._encrypt(np.asarray(index).astype(np.uint64))
+    def _decrypt(self, image: np.ndarray) -> np.ndarray:
+        a, b = np.uint64(self._a), np.uint64(self._b)
+        right, left = np.divmod(image, a)
+        for i in reversed(range(self._ROUNDS)):
+            right = right + b - self._round(self._keys[2 * i + 1], left, self._b)
+            right = np.where(right >= b, right - b, right)
+            left = left + a - self._round(self._keys[2 * i], right, self._a)
+            left = np.where(left >= a, left - a, left)
+        return right * a + left
+
+    def _walk(self, step: Callable[[np.ndarray], np.ndarray], index: np.ndarray) -> np.ndarray:
+        out = step(np.asarray(index).astype(np.uint64))
         outside = np.flatnonzero(out >= self.size)
         while outside.size:
-            out[outside] = self._encrypt(out[outside])
+            out[outside] = step(out[outside])
             outside = outside[out[outside] >= self.size]
         return out.astype(np.int64)
+
+    def __call__(self, index: np.ndarray) -> np.ndarray:
+        """Images of `index` (integers in 0 .. size-1, any shape [n]) as int64 [n]."""
+        return self._walk(self._encrypt, index)
+
+    def inverse(self, image: np.ndarray) -> np.ndarray:
+        """What has the images `image` (integers in 0 .. size-1, any shape [n]); int64 [n]."""
+        return self._walk(self._decrypt, image)

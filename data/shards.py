@@ -93,6 +93,7 @@ class Shard:
     tokenizer_hash: str
     vocab_size: int
     sha256: str | None = None  # as the manifest beside it says; None for a loose shard
+    scattered: bool = False  # tokens are read here and there: what lies around them is left on the disk
 
     @cached_property
     def content_hash(self) -> str:
@@ -116,8 +117,31 @@ class Shard:
 
     @cached_property
     def _map(self) -> mmap.mmap:
-        with open(self.path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            with open(self.path, "rb") as file:
+                found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ShardError(f"cannot read the shard {self.path} ({error.strerror})") from error
+        if self.scattered and self._token_pages:
+            found.madvise(mmap.MADV_RANDOM, 0, self._token_pages)
+        return found
+
+    @cached_property
+    def _token_pages(self) -> int:
+        """Bytes of the pages that hold tokens alone, which are the first ones."""
+        return _offsets_start(self.num_tokens, self.dtype) // mmap.PAGESIZE * mmap.PAGESIZE
+
+    def check_size(self) -> None:
+        """To be called before a read: one beyond the end of a file that has shrunk would end the process (SIGBUS)."""
+        size, needed = self._map.size(), len(self._map)
+        if size < needed:
+            raise ShardError(f"{self.path} has shrunk from {needed:,} to {size:,} bytes while it was in use; {REMAKE}")
+
+    def prefetch(self, token: int, count: int) -> None:
+        """Have the pages of `count` tokens from `token` on read without waiting for them."""
+        first = (_HEADER_BYTES + token * self.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
+        end = _HEADER_BYTES + (token + count) * self.dtype.itemsize
+        self._map.madvise(mmap.MADV_WILLNEED, first, end - first)
 
     @cached_property
     def tokens(self) -> np.ndarray:
@@ -138,26 +162,31 @@ class Shard:
 
         The offsets stay: 8 bytes a document, and every read needs some of them.
         """
-        size = _offsets_start(self.num_tokens, self.dtype) // mmap.PAGESIZE * mmap.PAGESIZE
-        if "_map" in self.__dict__ and size:
-            self._map.madvise(mmap.MADV_DONTNEED, 0, size)
+        if "_map" in self.__dict__ and self._token_pages:
+            self._map.madvise(mmap.MADV_DONTNEED, 0, self._token_pages)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the map: another process opens its own."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def open_shard(path: str | Path, expected_tokenizer_hash: str | None = None, sha256: str | None = None) -> Shard:
+def open_shard(
+    path: str | Path,
+    expected_tokenizer_hash: str | None = None,
+    sha256: str | None = None,
+    *,
+    scattered: bool = False,
+) -> Shard:
     """Opens a shard after checking magic, version, header checksum, dtype, exact file size, first and last offset and,
     where given, the tokenizer's hash. Costs three small reads. Raises ShardError in one sentence.
 
-    sha256: what the manifest says, kept unchecked."""
+    sha256, scattered: as in Shard; the sum is not checked."""
     path = Path(path)
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
             header = file.read(_HEADER_BYTES)
-            shard = replace(_parse_header(path, header, size), sha256=sha256)
+            shard = replace(_parse_header(path, header, size), sha256=sha256, scattered=scattered)
             start = _offsets_start(shard.num_tokens, shard.dtype)
             ends = [_read_uint64(file, start), _read_uint64(file, start + 8 * shard.num_documents)]
     except OSError as error:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import os
+import re
+import resource
 import shutil
+import tempfile
 from collections import Counter
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from data.corpus import OCCURRENCE_SHIFT, Corpus, CorpusError, TokenStream
@@ -54,7 +62,10 @@ def split_documents(tokens: np.ndarray) -> list[tuple[int, ...]]:
 
 @given(st.integers(1, 400), st.integers(0, 2**64 - 1))
 def test_permutation_is_a_bijection(size, key):
-    assert sorted(Permutation(key, size)(np.arange(size)).tolist()) == list(range(size))
+    permutation = Permutation(key, size)
+    images = permutation(np.arange(size))
+    assert sorted(images.tolist()) == list(range(size))
+    assert permutation.inverse(images).tolist() == list(range(size))
 
 
 def test_permutation_spreads_every_element_evenly():
@@ -166,6 +177,103 @@ def test_mix_uses_each_source_in_proportion_and_all_documents_equally(tmp_path, 
         assert max(counts) - min(counts) <= 1
 
 
+@pytest.mark.parametrize("documents", [1, 3, 40])
+@pytest.mark.parametrize("repeat", [0.1, 0.15, 0.4, 1.4, 2.5])
+def test_a_fraction_is_exact_over_the_epochs(tmp_path, documents, repeat):
+    write_shard(tmp_path / "a.shard", [np.arange(20 * i, 20 * i + 20) for i in range(1, documents + 1)], HASH, 1 << 20)
+    write_shard(tmp_path / "b.shard", [np.arange(9000, 9010)] * 3, HASH, 1 << 20)
+    sources = [{"path": "a.shard", "repeat": repeat}, {"path": "b.shard"}]
+    (tmp_path / "mix.json").write_text(json.dumps({"sources": sources}))
+    stream, uses, exact = TokenStream(open_corpus(tmp_path / "mix.json"), key=1), Counter(), Fraction(str(repeat))
+    for epoch in range(12):
+        found = [document for document in split_documents(epoch_tokens(stream, epoch)) if document[0] < 9000]
+        uses.update(found)
+        assert uses.total() == math.floor((epoch + 1) * exact * documents + Fraction(1, 2))
+        counts = [*uses.values(), *([0] * (documents - len(uses)))]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_a_fraction_is_a_sample(tmp_path):
+    write_shard(tmp_path / "a.shard", [np.full(5 + i // 900 * 100, 16 + i) for i in range(1000)], HASH, 1 << 20)
+    write_shard(tmp_path / "b.shard", [np.arange(9000, 9010)] * 3, HASH, 1 << 20)
+    (tmp_path / "mix.json").write_text(
+        json.dumps({"sources": [{"path": "a.shard", "repeat": 0.1}, {"path": "b.shard"}]})
+    )
+    samples = {}
+    for seed, key in ((1, 5), (1, 6), (2, 5)):
+        corpus = Corpus(tmp_path / "mix.json", tokenizer_hash=HASH, bos_id=BOS, eos_id=EOS, seed=seed)
+        tokens = epoch_tokens(TokenStream(corpus, key), 0)
+        samples[seed, key] = sorted(set(tokens[(tokens >= 16) & (tokens < 9000)].tolist()))
+    assert samples[1, 5] == samples[1, 6] != samples[2, 5]  # both objectives share it
+    assert [len(sample) for sample in samples.values()] == [100] * 3
+    for sample in samples.values():
+        tenths = np.bincount((np.array(sample) - 16) // 100, minlength=10)
+        assert tenths.min() >= 2
+        assert tenths.max() <= 22  # of 100 documents drawn evenly, hardly ever missed: 10 +- 3 each
+
+
+def draw_mix(folder: Path, data: st.DataObject) -> Corpus:
+    """One to four sources of one shard each, used any number of times; tokens count up from 16, as in the corpus."""
+    sources, value = [], 16
+    for number in range(data.draw(st.integers(1, 4))):
+        lengths = data.draw(st.lists(st.sampled_from([0, 1, 2, 9]), min_size=1, max_size=40).filter(any))
+        ends = value + np.cumsum([0, *lengths])
+        documents = [np.arange(a, b) for a, b in pairwise(ends)]
+        value = int(ends[-1])
+        write_shard(folder / f"{number}.shard", documents, HASH, 1 << 20)
+        repeat = data.draw(st.sampled_from([0.1, 0.33, 0.5, 1, 1.5, 2.7, 3]))
+        sources.append({"path": f"{number}.shard", "repeat": repeat})
+    (folder / "mix.json").write_text(json.dumps({"sources": sources}))
+    try:
+        return open_corpus(folder / "mix.json", data.draw(st.sampled_from([EOS, None])))
+    except CorpusError as error:
+        if "the first epoch holds no document" in str(error):
+            reject()
+        raise
+
+
+# Ten minutes of it: FUZZ_EXAMPLES=1000000 timeout 600 pytest -n 0 tests/test_stream.py -k any_mix (124: none failed).
+@settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "60")), deadline=None)
+@given(data=st.data())
+def test_any_mix_gives_every_token_its_uses_and_any_range_is_the_slice_of_the_whole(tmp_path_factory, data):
+    with tempfile.TemporaryDirectory(dir=tmp_path_factory.getbasetemp()) as folder:
+        corpus = draw_mix(Path(folder), data)
+        key = data.draw(st.none() | st.integers(0, 99))
+        total = corpus.tokens_before_epoch(4)
+        whole, origins = TokenStream(corpus, key).read(0, total, origins=True)
+        stored = whole >= 16
+        position, uses = origins[stored] & ((1 << OCCURRENCE_SHIFT) - 1), origins[stored] >> OCCURRENCE_SHIFT
+        np.testing.assert_array_equal(position + 16, whole[stored])
+        order = np.lexsort((uses, position))
+        firsts = np.flatnonzero(np.diff(position[order], prepend=-1))
+        counts = np.diff(firsts, append=len(order))
+        np.testing.assert_array_equal(uses[order], np.arange(len(order)) - np.repeat(firsts, counts))
+        count = data.draw(st.integers(1, min(60, total)))
+        begins = np.array(data.draw(st.lists(st.integers(0, total - count), min_size=1, max_size=8)))
+        rows, row_origins = TokenStream(open_again(corpus), key).read_rows(begins, count, origins=True)
+        for begin, row, places in zip(begins, rows, row_origins, strict=True):
+            np.testing.assert_array_equal(row, whole[begin : begin + count])
+            np.testing.assert_array_equal(places, origins[begin : begin + count])
+
+
+def open_again(corpus: Corpus) -> Corpus:
+    """The same mix, nothing of it known yet."""
+    return open_corpus(corpus.shards[0].path.parent / "mix.json", corpus.eos_id)
+
+
+def test_a_mix_whose_epoch_is_empty_is_refused(tmp_path):
+    write_documents(tmp_path, [[4]])
+    (tmp_path / "mix.json").write_text('{"sources": [{"path": "part_0.shard", "repeat": 0.1}]}')
+    with pytest.raises(CorpusError, match="first epoch holds no document"):
+        open_corpus(tmp_path / "mix.json")
+
+
+def test_documents_without_tokens_are_refused(tmp_path):
+    write_documents(tmp_path, [[0, 0]])
+    with pytest.raises(CorpusError, match=r"part_0\.shard: holds no tokens, its documents are empty"):
+        open_corpus(tmp_path / "part_0.shard")
+
+
 def test_no_document_is_taken_twice(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -236,6 +344,60 @@ def test_the_identity_of_the_first_checkpoints_is_known(tmp_path):
     # As df7372a computes it.
     known = "761cb920181bd525aa592f868fb5f66ffcc35ea7a1e80e0a2db10634e93f3c3c"
     assert open_corpus(tmp_path / "mix.json").first_identity() == known
+
+
+def test_whole_repeats_come_in_the_order_they_always_had(tmp_path):
+    generator, value = np.random.default_rng(0), 16
+    for number, count in enumerate((70, 1, 40)):
+        ends = value + np.cumsum([0, *generator.integers(0, 60, count)])
+        write_shard(tmp_path / f"{number}.shard", [np.arange(a, b) for a, b in pairwise(ends)], HASH, 1 << 20)
+        value = int(ends[-1])
+    sources = [{"path": "[01].shard", "repeat": 2}, {"path": "2.shard"}]
+    (tmp_path / "mix.json").write_text(json.dumps({"sources": sources}))
+    stream = TokenStream(open_corpus(tmp_path / "mix.json"), key=7)
+    tokens, origins = stream.read(0, stream.corpus.tokens_before_epoch(3), origins=True)
+    # As df7372a reads it: runs go on in what was theirs.
+    known = "73d93d490e7b749481d5970b5ab6907fc80418dafc9102427a09526c977ef82b"
+    assert hashlib.sha256(tokens.tobytes() + origins.tobytes()).hexdigest() == known
+
+
+def test_more_shards_than_the_soft_limit_of_open_files(tmp_path, monkeypatch):
+    write_documents(tmp_path, [[2]] * 60)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        corpus = open_corpus(str(tmp_path / "*.shard"))
+        assert len(TokenStream(corpus, 1).read(0, corpus.tokens_before_epoch(1))[0]) == 60 * 4
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    with pytest.raises(CorpusError, match=r"has 60 shards, more than the files that this process may open; .*ulimit"):
+        open_corpus(str(tmp_path / "*.shard"))
+
+
+@pytest.mark.parametrize("size", [4000, 300])  # within the tokens, within the header
+def test_a_shard_that_shrinks_is_named(tmp_path, size):
+    write_documents(tmp_path, [[5], [3000] * 4])
+    corpus = open_corpus(str(tmp_path / "*.shard"))
+    stream = TokenStream(corpus, 1)
+    stream.read(0, 20)
+    os.truncate(tmp_path / "part_1.shard", size)
+    corpus.drop_cache()
+    with pytest.raises(
+        ShardError, match=rf"part_1\.shard has shrunk from [\d,]+ to {size:,} bytes while it was in use"
+    ):
+        stream.read(0, corpus.tokens_before_epoch(1))
+
+
+def test_tokens_are_read_without_what_lies_around_them(tmp_path):
+    write_shard(tmp_path / "x.shard", [np.full(500_000, 9, np.uint16)] * 4, HASH, 1000)
+    corpus = open_corpus(tmp_path / "x.shard")
+    TokenStream(corpus, 1).read(0, 20)
+    smaps = Path("/proc/self/smaps").read_text().split(str(tmp_path / "x.shard"))[1:]
+    flags = [re.findall(r"VmFlags:(.*)", part)[0].split() for part in smaps]
+    assert ["rr" in found for found in flags] == [True, False]  # random reads, but of the offsets
 
 
 def test_identity_changes_with_order_and_repeats(tmp_path):

@@ -147,7 +147,7 @@ def read_inputs(config: TrainingConfig) -> Inputs:
     )
     eos = _special_id(tokenizer, "</s>", config) if config.document_end else None
     identity = tokenizer_hash(config.tokenizer_path)
-    corpus = Corpus(config.train_path, tokenizer_hash=identity, bos_id=options.bos_id, eos_id=eos)
+    corpus = Corpus(config.train_path, tokenizer_hash=identity, bos_id=options.bos_id, eos_id=eos, seed=config.seed)
     held_out = None
     if config.valid_path:
         rows = config.validation_steps * config.local_batch_size or None
@@ -466,6 +466,11 @@ def _check_data(checkpoint: Checkpoint, inputs: Inputs) -> None:
     record, config = checkpoint.record, inputs.config
     remedy = "restore it, or branch off with --resume CHECKPOINT --name NEW"
     early = "held_out" not in record  # of a version that hashed only the ends of the shards
+    if early and inputs.corpus.sampled:
+        raise ConfigError(
+            f"--train_path {config.train_path!r} has fractions, for which {checkpoint.path} took documents in stored "
+            "order, where a keyed sample is taken now; branch off with --resume CHECKPOINT --name NEW"
+        )
     if record["data"] != (inputs.corpus.first_identity() if early else inputs.data_identity):
         raise ConfigError(
             f"--train_path {config.train_path!r} is not the data that {checkpoint.path} was trained on; {remedy}"
