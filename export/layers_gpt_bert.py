@@ -36,7 +36,8 @@ def attention_allowed(
 ) -> Tensor:
     """Bool [B, 1, T, K]: new query i may attend key j. Nothing is allowed to padding and nothing attends it.
 
-    attention_mask: [B, K] with 0 at padding, or one of those that `given_pairs` takes as they are.
+    attention_mask: [B, K] with 0 at padding, or one of those that `given_pairs` takes as they are. A row is one text:
+    padding inside hides itself and ends nothing, as for all of transformers (prompts that grow, padded each time).
     """
     total = past + length
     if attention_mask is not None and attention_mask.ndim > 2:

@@ -143,6 +143,21 @@ def test_masks_that_say_who_attends_whom(folders, form):
     close(classifier(ids, attention_mask=both).logits, classifier(ids, attention_mask=mask).logits)
 
 
+@torch.no_grad()
+def test_padding_inside_a_text_hides_itself_and_ends_nothing(folders):
+    """As all of transformers has it, unlike our document ids: a prompt that grew sees what came before the padding."""
+    base = load("AutoModel", folders["gpt-bert"][1])
+    ids, mask = batch("right")
+    mask[0, 10:15] = 0
+    changed = ids.clone()
+    changed[0, 10:15] = 17
+    hidden = base(ids, attention_mask=mask).last_hidden_state[0]
+    real = mask[0].bool()
+    close(base(changed, attention_mask=mask).last_hidden_state[0][real], hidden[real])
+    changed[0, 3] = 18
+    assert (base(changed, attention_mask=mask).last_hidden_state[0, 20] - hidden[20]).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("form", ["gpt-bert", "ltg-bert-rope"])
 @torch.no_grad()
 def test_position_ids_tell_packed_texts_apart(folders, form):
