@@ -176,6 +176,12 @@ def test_command_writes_a_picture_without_warnings(tmp_path, capsys, steps):
     assert sorted(path.name for path in run.iterdir()) == ["metrics.jsonl", "metrics.png"]
 
 
+def test_a_name_is_no_mathematics(tmp_path):
+    runs = [write_run(tmp_path / name) for name in ("costs_$5_and_$6^", "a$b")]
+    for shown in (runs[:1], runs):
+        assert plot.main([*map(str, shown), "-o", str(tmp_path / "out.png")]) == 0
+
+
 def test_a_diverged_run_is_drawn(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(

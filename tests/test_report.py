@@ -165,6 +165,68 @@ def test_metrics_alone_and_damaged_records_are_enough(tmp_path):
     assert "Configuration" not in text
 
 
+ODD = (None, 3, -1.5, "x", "\ud800", [], [1], {"a": [1]}, True, 1e308, 10**400)
+
+
+def places_in(value: Any, path: tuple = ()) -> Iterator[tuple]:
+    """The path of everything inside a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield (*path, key)
+        yield from places_in(one, (*path, key))
+
+
+def put(value: Any, path: tuple, odd: Any) -> Any:
+    """A copy of a JSON value with `odd` at a path."""
+    copy = json.loads(json.dumps(value))
+    at = copy
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = odd
+    return copy
+
+
+def test_a_page_is_written_whatever_the_records_hold(tmp_path):
+    folder = write_run(tmp_path / "run", steps=10)
+    share = {"accuracy": 0.75, "low": 0.7, "high": 0.8, "pairs": 100}
+    modes = {"causal": {"mean": share, "all": share, "groups": {}, "paradigms": {"x": share}}}
+    (folder / "pairs.json").write_text(json.dumps({"sets": {"blimp": {"pairs": 100, "modes": modes}}}))
+    (folder / "attempts.jsonl").write_text(json.dumps({"time": "2026", "job_id": "78", "restart_count": 0}) + "\n")
+    (folder / "gone.json").symlink_to(tmp_path / "nowhere")
+    (folder / "folder.json").mkdir()
+    (folder / "deep.json").write_text("[" * 100_000)
+    names = ("config.json", "status.json", "pairs.json", "failures/77_0_3.json")
+    names += ("metrics.jsonl", "samples.jsonl", "attempts.jsonl")
+    for number, name in enumerate(names):
+        file = folder / name
+        whole = file.read_text()
+        lines = whole.splitlines() if name.endswith(".jsonl") else [whole]
+        *rest, last = map(json.loads, lines)
+        for turn, path in enumerate(places_in(last)):
+            for odd in (ODD[(turn + number + n) % len(ODD)] for n in (0, 5)):
+                file.write_text("".join(json.dumps(line) + "\n" for line in (*rest, put(last, path, odd))))
+                output = tmp_path / "out.html"
+                assert report.main([str(folder), str(folder), "-o", str(output)][turn % 2 :]) == 0
+                assert data_of(output.read_text())["charts"]
+        file.write_text(whole)
+    assert "cannot be shown" not in page_of(tmp_path, folder)
+
+
+def test_a_loss_is_the_best_on_the_same_data_only(tmp_path):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", shift=0.5)]
+    others = {"identity": "cd" * 32, "held_out_identity": "ef" * 32}
+    for data in ({}, others, {**others, "identity": "ab" * 32}):
+        config = json.loads((runs[1] / "config.json").read_text())
+        (runs[1] / "config.json").write_text(json.dumps({**config, "data": data}))
+        page = page_of(tmp_path, *runs)
+        assert "<b>4.000</b>" not in page
+        assert "do not record the same data for Masked validation loss" in text_of(page)
+    for folder, identity in zip(runs, ("12", "34"), strict=True):  # other corpora, one held-out set
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "data": {**others, "identity": identity}}))
+    assert "<b>4.000</b>" in page_of(tmp_path, *runs)
+
+
 def test_a_job_takes_the_page_along():
     """slurm/launch.py copies code by its suffix; a finished run of the job writes its report."""
     assert {Path("training/report_assets") / name for name in ("page.css", "page.js")} <= set(code_files(ROOT))

@@ -54,6 +54,7 @@ STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
 }
 LOSS_PREFIXES = {"training": "train/", "validation": "valid/", "EMA": "valid/ema_"}
+LARGEST = 1e100  # a value beyond is a gap, like one that is not finite: sums of such overflow
 MAX_POINTS = 4000  # a line of more points than pixels is averaged down to this many, so that long runs draw at once
 
 
@@ -109,17 +110,21 @@ def read_run(path: str | Path) -> Run:
     series: dict[str, dict[int, float]] = {}
     skipped = 0
     for line, record in json_lines(file):
-        if record is None or not isinstance(record.get("step"), int):
+        if record is None or not _is_step(record.get("step")):
             skipped += bool(line.strip()) and line.endswith(b"\n")  # a last line without its end is still being written
             continue
         step = record["step"]
         for key, value in record.items():
-            if key != "step" and isinstance(value, (int, float)) and math.isfinite(value):
+            if key != "step" and isinstance(value, (int, float)) and abs(value) <= LARGEST:  # NaN is not
                 series.setdefault(key, {})[step] = float(value)
     if not series:
         raise PlotError(f"{file} holds no metrics yet: nothing to draw before the first training step.")
     ordered = {key: dict(sorted(values.items())) for key, values in series.items()}
     return Run(name=file.resolve().parent.name, series=ordered, skipped_lines=skipped)
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def read_runs(paths: list[str]) -> list[Run]:
@@ -274,14 +279,19 @@ def draw_header(axes: Axes, runs: list[Run]) -> None:
     from matplotlib.lines import Line2D
 
     axes.set_axis_off()
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    title = as_text(runs[0].name) if len(runs) == 1 else f"{len(runs)} runs"
     axes.text(0, 1.05, title, fontsize=16, fontweight="bold", transform=axes.transAxes, va="top")
     if len(runs) == 1:
         axes.text(0, 0.1, result_text(runs[0]), color=PALE, transform=axes.transAxes, va="top")
     else:
-        handles = [Line2D([], [], color=c, linestyle=d, label=r.name) for r, d, c in with_styles(runs)]
+        handles = [Line2D([], [], color=c, linestyle=d, label=as_text(r.name)) for r, d, c in with_styles(runs)]
         columns = min(len(runs), 4)
         axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.07, 1.35), ncols=columns, handlelength=3.2)
+
+
+def as_text(name: str) -> str:
+    """A name that matplotlib takes as it is: between dollar signs it would read mathematics."""
+    return name.replace("$", r"\$")
 
 
 def add_key(axes: Axes) -> None:

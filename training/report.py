@@ -135,7 +135,7 @@ def write(records: list[RunRecord], output: Path, refresh: float = 0.0) -> None:
                 f"{record.name}: {record.run.skipped_lines} lines were no JSON object with a step; left out.",
                 file=sys.stderr,
             )
-    write_atomically(output, page(records, refresh).encode())
+    write_atomically(output, page(records, refresh).encode(errors="replace"))  # half a surrogate pair is no text
 
 
 def watch(runs: list[str], output: Path, interval: float) -> int:

@@ -100,7 +100,7 @@ def read_records(paths: list[str]) -> list[RunRecord]:
 
 def read_record(run: Run, folder: Path) -> RunRecord:
     """What the other files of a run's folder add to its metrics."""
-    config, status = read_object(folder / "config.json"), read_object(folder / "status.json")
+    config, status = tidied(read_object(folder / "config.json")), read_object(folder / "status.json")
     return RunRecord(
         run=run,
         config=config,
@@ -116,9 +116,21 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; {} where there is none or it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size <= _LARGEST_JSON else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def tidied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json whose groups are objects and whose launches are a list of objects; what is not is left out."""
+    groups = {name: config[name] for name in _GROUPS if isinstance(config.get(name), dict)}
+    launches = config.get("launches")
+    launches = [launch for launch in launches if isinstance(launch, dict)] if isinstance(launches, list) else []
+    rest = {name: value for name, value in config.items() if name not in (*_GROUPS, "launches")}
+    return {**rest, **groups, "launches": launches} if config else {}
+
+
+_GROUPS = ("flags", "model", "data", "versions")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -137,19 +149,15 @@ def read_starts(folder: Path, config: Mapping[str, Any], status: Mapping[str, An
 
     config.json has those that came as far as training; a start that is in attempts.jsonl alone ended before that.
     """
-    launches = [launch for launch in config.get("launches", []) if isinstance(launch, dict)]
-    known = {(launch.get("job_id"), launch.get("restart_count")) for launch in launches}
-    early = [
-        attempt
-        for attempt in read_lines(folder / "attempts.jsonl")
-        if (attempt.get("job_id"), attempt.get("restart_count")) not in known
-    ]
+    launches = config.get("launches", [])
+    known = {_key(launch) for launch in launches}
+    early = [attempt for attempt in read_lines(folder / "attempts.jsonl") if _key(attempt) not in known]
     merged = sorted([*launches, *early], key=lambda start: str(start.get("time", "")))
     failures = _failures(folder)
     found = []
     for number, start in enumerate(merged):
         job, count = start.get("job_id"), start.get("restart_count", 0)
-        outcome = failures.get((str(job or "none"), count), "")
+        outcome = failures.get(_key(start), "")
         if not outcome and start in early:
             outcome = "ended before its first step"
         elif not outcome and number == len(merged) - 1:
@@ -172,22 +180,28 @@ def read_starts(folder: Path, config: Mapping[str, Any], status: Mapping[str, An
     return found
 
 
+def _key(start: Mapping[str, Any]) -> tuple[str, str]:
+    """Which start of which job it is."""
+    return str(start.get("job_id") or "none"), str(start.get("restart_count") or 0)
+
+
 def _start_step(start: Mapping[str, Any]) -> int:
     step = start.get("start_step", start.get("newest_step", 0))
     return step if isinstance(step, int) else 0
 
 
-def _failures(folder: Path) -> dict[tuple[str, int], str]:
-    """The first error of each start by (job id, restart count)."""
-    found: dict[tuple[str, int], tuple[bool, float, str]] = {}
+def _failures(folder: Path) -> dict[tuple[str, str], str]:
+    """The first error of each start, by its `_key`."""
+    found: dict[tuple[str, str], tuple[bool, float, str]] = {}
     for path in sorted((folder / "failures").glob("*.json")):
         parts = path.stem.split("_")
         content = read_object(path)
         if len(parts) != 3 or not parts[1].isdigit() or "error" not in content:
             continue
         where = f"rank {content.get('rank')} on {content.get('host')}: {content['error']}"
-        entry = (bool(content.get("secondary")), float(content.get("time") or 0), where)
-        key = (parts[0], int(parts[1]))
+        time = content.get("time")
+        entry = (bool(content.get("secondary")), time if isinstance(time, float) else 0.0, where)
+        key = (parts[0], str(int(parts[1])))
         found[key] = min(found.get(key, entry), entry)
     return {key: entry[2] for key, entry in found.items()}
 
@@ -223,12 +237,19 @@ def pairs_in_files(folder: Path) -> dict[tuple[str, str], float]:
     """
     found: dict[tuple[str, str], float] = {}
     paths = [path for pattern in ("*.json", "evaluation/*.json") for path in folder.glob(pattern)]
-    for path in sorted((p for p in paths if p.name not in _OWN_FILES), key=lambda p: p.stat().st_mtime):
+    for path in sorted((p for p in paths if p.name not in _OWN_FILES and p.is_file()), key=_modified):
         try:
             found |= _scores(read_object(path).get("sets", {}))
         except (AttributeError, KeyError, TypeError, ValueError):
             continue  # another program's file, which happens to have "sets"
     return found
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # gone since it was listed
+        return 0.0
 
 
 _OWN_FILES = ("config.json", "status.json", "tokenizer.json")
@@ -243,6 +264,8 @@ def _scores(sets: Mapping[str, Any]) -> dict[tuple[str, str], float]:
             found[mode, name] = float(entry["mean"]["accuracy"])
             parts = entry["groups"].get(_PHENOMENON) or entry["paradigms"]
             found |= {(mode, f"{name}/{part}"): float(share["accuracy"]) for part, share in parts.items()}
+    if not all(0 <= value <= 1 for value in found.values()):
+        raise ValueError("an accuracy is no fraction")
     return found
 
 

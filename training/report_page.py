@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -54,13 +54,13 @@ def page(records: list[RunRecord], refresh: float = 0.0) -> str:
         ("loss", "Loss", chart_section(charts["loss"], records, _loss_key(records))),
         ("accuracy", "Accuracy", chart_section(charts["accuracy"], records)),
         ("pairs", "Minimal pairs", pair_section(charts["pairs"], records)),
-        ("samples", "Samples", samples(records)),
+        ("samples", "Samples", guarded(samples, records)),
         ("schedules", "Schedules", chart_section(charts["schedules"], records)),
         ("speed", "Speed and memory", chart_section(charts["speed"], records)),
         ("stability", "Stability", chart_section(charts["stability"], records)),
-        ("restarts", "Restarts", restarts(records)),
-        ("configuration", "Configuration", configuration(records)),
-        ("environment", "Environment", environment(records)),
+        ("restarts", "Restarts", guarded(restarts, records)),
+        ("configuration", "Configuration", guarded(configuration, records)),
+        ("environment", "Environment", guarded(environment, records)),
     ]
     parts = [(name, title, content) for name, title, content in parts if content]
     title = records[0].name if len(records) == 1 else f"{len(records)} runs"
@@ -113,6 +113,17 @@ def page(records: list[RunRecord], refresh: float = 0.0) -> str:
 """
 
 
+def guarded(make: Callable[..., str], *arguments: Any) -> str:
+    """A part of the page from what a run's files hold; where they hold what it cannot show, a sentence that says so."""
+    try:
+        return make(*arguments)
+    except (
+        Exception
+    ) as error:  # files of other versions, edited or damaged ones: the other parts are still worth seeing
+        told = html.escape(f"{type(error).__name__}: {error}"[:200])
+        return f'<p class="note">The run\'s files hold something that cannot be shown here ({told}).</p>'
+
+
 def inline_json(data: Any) -> str:
     """JSON that no text in it can end the script element that holds it."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -126,8 +137,8 @@ def header(records: list[RunRecord], title: str) -> str:
     if len(records) == 1:
         record = records[0]
         parts = [f"<header><p class='kicker'>Training report</p><h1>{html.escape(title)}{chip(record)}</h1>"]
-        if line := model_line(record):
-            parts.append(f'<p class="lead">{html.escape(line)}</p>')
+        if line := guarded(_lead, record):
+            parts.append(line)
         found = figures(record)
         columns = len(found) if len(found) <= _MOST_COLUMNS else -(-len(found) // 2)
         cells = "".join(
@@ -150,6 +161,11 @@ def chip(record: RunRecord) -> str:
     """The run's state as a small label."""
     state = _STATES.get(record.state, "")
     return f'<span class="chip {state}">{state}</span>' if state else ""
+
+
+def _lead(record: RunRecord) -> str:
+    line = model_line(record)
+    return f'<p class="lead">{html.escape(line)}</p>' if line else ""
 
 
 def model_line(record: RunRecord) -> str:
@@ -176,7 +192,7 @@ def progress(record: RunRecord) -> str:
         return ""
     share = record.step / total
     text = f"step {record.step:,} of {total:,}"
-    if record.state == "running" and record.hours:
+    if record.state == "running" and record.hours and share > 0:
         text += f", about {duration(max(record.hours.values()) * (1 - share) / share)} to go"
     return (
         f'<p class="progress"><progress max="1" value="{share:.4f}">{share:.0%}</progress>'
@@ -248,11 +264,27 @@ def comparison(records: list[RunRecord]) -> str:
                 cells.append(MISSING)
                 continue
             value, remark = html.escape(found[name].value), html.escape(found[name].remark)
-            strong = f"<b>{value}</b>" if _is_best(name, found[name].value, values) else value
+            best = _same_data(name, records) and _is_best(name, found[name].value, values)
+            strong = f"<b>{value}</b>" if best else value
             cells.append(f"{strong}<small>{remark}</small>" if remark else strong)
         rows.append(cells)
     head = [f"{swatch(number)}{html.escape(r.name)}{chip(r)}" for number, r in enumerate(records)]
-    return table(["", *head], rows, "numbers compared")
+    names = [row[0] for row in rows if "loss" in row[0] and not _same_data(row[0], records)]
+    told = (
+        f"<p class='note'>The runs do not record the same data for {', '.join(names)}: none is marked as the best.</p>"
+    )
+    return table(["", *head], rows, "numbers compared") + (told if names else "")
+
+
+def _same_data(name: str, records: list[RunRecord]) -> bool:
+    """Whether runs measured figure `name`, if it is a loss, on the same tokens, by the fingerprints they recorded."""
+    if "loss" not in name:
+        return True
+    data = [record.config.get("data", {}) for record in records]
+    trained = [of.get("identity") for of in data]
+    held_out = [of.get("held_out_identity") for of in data]
+    known = held_out if "validation" in name and any(held_out) else trained  # old runs record the first alone
+    return bool(known[0]) and all(each == known[0] for each in known)
 
 
 def _is_best(name: str, value: str, values: Sequence[str]) -> bool:
