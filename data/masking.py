@@ -5,7 +5,7 @@ tokens 1 .. T: they are its candidates for masking and its targets. Token 0 is o
 stream; the row shows `<s>` in its place (or, without MaskingOptions.row_start, the token itself). So each token of the
 corpus is a candidate once per epoch.
 
-Masking follows the published method (spans of 1 to 3 tokens, spans with the lowest random numbers first; REFERENCE.md)
+Masking follows the published method (spans of 1 to 3 tokens, spans with the lowest random numbers first)
 with three differences: exactly floor(p * n + u) tokens of a row's n maskable ones are masked (the last span is cut off
 where it would overshoot), u being uniform in [0, 1) and keyed by the row; all random numbers are pure functions of the
 row's key, equal on CPU and GPU; and `even` masking can replace the published loader's per-token counters.

@@ -19,6 +19,7 @@ from evaluation.finetune_metrics import CLASSIFICATION, REGRESSION
 # How the texts of a task are made from a row's fields: the first of these whose fields the rows have. They are those
 # of GLUE and SuperGLUE; task.json's "texts" gives others.
 LAYOUTS = (
+    ("{word}: {sentence1}", "{sentence2}"),
     ("{sentence1}", "{sentence2}"),
     ("{premise}", "{hypothesis}"),
     ("{question1}", "{question2}"),
@@ -28,6 +29,13 @@ LAYOUTS = (
     ("{text}", "{span2_text} refers to {span1_text}."),
     ("{sentence}",),
     ("{text}",),
+)
+# Fields of tasks that no label of a text solves, and what these are.
+_OTHER_FORMS = (
+    ({"choice1", "choice2"}, "a choice between texts, as in COPA"),
+    ({"query", "entities"}, "a gap to be filled from a list, as in ReCoRD"),
+    ({"context", "answers"}, "an answer to be found in a text, as in SQuAD"),
+    ({"tokens"}, "a label for each word, as in tagging"),
 )
 # The measure by which a task of this name is reported; others by accuracy or, where labels are numbers, spearman.
 USUAL_METRICS = {"cola": "matthews", "mrpc": "f1", "qqp": "f1", "stsb": "spearman", "sts-b": "spearman"}
@@ -188,6 +196,12 @@ def _templates(path: Path, fields: set[str], settings: dict[str, Any]) -> tuple[
     for layout in LAYOUTS:
         if all(field in fields for text in layout for field in _FIELD.findall(text)):
             return layout
+    for having, form in _OTHER_FORMS:
+        if having <= fields:
+            raise TaskError(
+                f"{path}:1: the fields {', '.join(sorted(having))} ask for {form}, and only labels of whole texts are "
+                'learnt here; leave the task out (--only names the others), or give "texts" in task.json.'
+            )
     raise TaskError(
         f"{path}:1: the fields {', '.join(sorted(fields))} hold no text under a known name (sentence; sentence1 and "
         'sentence2; ...); rename them, or give "texts" in task.json.'

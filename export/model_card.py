@@ -200,9 +200,14 @@ def _pair_rows(sets: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
 
 
+def longest_row(flags: Mapping[str, Any]) -> int:
+    """Tokens of the longest row of training; 0 where nothing was recorded."""
+    return int(flags.get("seq_length", 0)) * 2 ** len(flags.get("length_milestones", ()))
+
+
 def _limits(records: Records) -> str:
     flags = records.run.get("flags") or records.checkpoint.get("flags") or {}
-    longest = int(flags["seq_length"]) * 2 ** len(flags["length_milestones"]) if flags else None
+    longest = longest_row(flags)
     lines = [
         "## Limits",
         "",

@@ -23,7 +23,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from data.files import sync_folder, take_folder_mode
-from export.model_card import NOTHING_STATED, Stated, model_card, read_records
+from export.model_card import NOTHING_STATED, Stated, longest_row, model_card, read_records
 from model import LTGBert, ModelConfigError
 from training.checkpoint import Checkpoint, CheckpointError, load_model, locate, rows_begin_with_bos
 from training.exported import TOKENIZER_NOTE, adapt_tokenizer, is_exported
@@ -167,7 +167,7 @@ def write_files(
     contents = {
         "config.json": model_configuration(config, ids, note, flags),
         "generation_config.json": generation_configuration(ids),
-        "tokenizer_config.json": tokenizer_configuration(config["max_position_embeddings"]),
+        "tokenizer_config.json": tokenizer_configuration(max(config["max_position_embeddings"], longest_row(flags))),
         "special_tokens_map.json": _SPECIAL,
     }
     for file, content in contents.items():

@@ -12,16 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import ROOT, flags, make_inputs, run, training_lines
+from runs import ROOT, flags, make_inputs, run, train_on, training_lines
 
 from data.corpus import Corpus
 from data.shards import tokenizer_hash, write_shard
 from model_config import ModelConfig
+from slurm.environment import Environment
 from training.checkpoint import CheckpointError, locate, write_checkpoint
 from training.checkpoint_names import list_checkpoints
 from training.config import ConfigError, TrainingConfig, parse_config
-from training.distributed import single_world, start_world
+from training.distributed import World, single_world, start_world
 from training.loop import main
+from training.setup import read_inputs
+from training.summary import describe
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +81,7 @@ def test_torchrun_of_a_program_for_one_device_names_the_other(inputs, tmp_path, 
         ({"mask_random_p": 0.7, "mask_keep_p": 0.6}, ["--mask_random_p", "above 1"]),
         ({"learning_rate": -1}, ["--learning_rate", "-1"]),
         ({"learning_rate": "fast"}, ["--learning_rate", "fast"]),
-        ({"global_batch_size": 1, "batch_reduction": 4}, ["--global_batch_size", "1"]),
+        ({"global_batch_size": 1, "batch_reduction": 4}, ["--global_batch_size", "1", "--batch_reduction 1"]),
         (
             {"global_batch_size": 1, "batch_reduction": 1},
             ["--global_batch_size", "1"],
@@ -95,6 +98,8 @@ def test_torchrun_of_a_program_for_one_device_names_the_other(inputs, tmp_path, 
         ({"wandb_mode": "loud"}, ["--wandb_mode", "loud"]),
         ({"unknown_thing": 1}, ["--unknown_thing"]),
         ({"learning_rat": 1}, ["--learning_rat", "did you mean --learning_rate"]),
+        ({"lr": 1}, ["--lr", "use --learning_rate"]),
+        ({"dtype": "bf16"}, ["--dtype", "use --mixed_precision"]),
         ({"recipe": "/nowhere.json"}, ["--recipe", "/nowhere.json"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
@@ -121,11 +126,25 @@ def test_unreadable_model_config(inputs, tmp_path, capsys, content, says):
     refused(flags(inputs, tmp_path, config_file=tmp_path / "model.json"), capsys, "model.json", says)
 
 
+def test_rows_longer_than_positions_are_told(inputs, tmp_path):
+    config = json.loads((inputs / "model.json").read_text())
+    for positions, told in ((16, "max_position_embeddings is 16 and rows grow to"), (512, "")):
+        (tmp_path / "model.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
+        given = read_inputs(parse_config(flags(inputs, tmp_path, config_file=tmp_path / "model.json"), "a run"))
+        block = describe(given, World(0, 1, torch.device("cpu"), Environment("none")), "rows", 1, False, 0)
+        assert told in block
+        assert bool(told) == ("max_position_embeddings" in block)
+
+
 def test_wrong_tokenizer(inputs, tmp_path, capsys):
     tokenizer = json.loads((inputs / "tokenizer.json").read_text())
     tokenizer["model"]["merges"].pop()
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    refused(flags(inputs, tmp_path, tokenizer_path=tmp_path / "tokenizer.json"), capsys, "tokenizer", ".shard")
+    # Also one of another size: setting vocab_size to it would not help.
+    (tmp_path / "other.json").write_text(train_on("other words of another language " * 9, 280).to_str())
+    for name in ("tokenizer.json", "other.json"):
+        said = refused(flags(inputs, tmp_path, tokenizer_path=tmp_path / name), capsys, "another tokenizer", ".shard")
+        assert "vocab_size" not in said
     (tmp_path / "tokenizer.json").write_text("not JSON")
     refused(flags(inputs, tmp_path, tokenizer_path=tmp_path / "tokenizer.json"), capsys, "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text((inputs / "tokenizer.json").read_text().replace("<mask>", "[MASK]"))

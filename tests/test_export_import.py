@@ -93,7 +93,11 @@ def test_model_card_tells_the_run(trained, tmp_path):
         file.write(json.dumps({"step": 7, "valid/masked_loss": 99.0}) + "\n")  # after the checkpoint
     found = {"weights": "trained", "sets": {"blimp": {"modes": {"fused": {"mean": {"accuracy": 0.7125}}}}}}
     (run / "scores.json").write_text(json.dumps(found))
+    recorded = json.loads((run / "config.json").read_text())
+    recorded["flags"] |= {"seq_length": 1000, "length_milestones": [0.5]}  # beyond the positions
+    (run / "config.json").write_text(json.dumps(recorded))
     assert to_huggingface.main([str(run), str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["model_max_length"] == 2000
     card = (tmp_path / "out" / "README.md").read_text()
     last = runs.training_lines(run)[-1]
     validation = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

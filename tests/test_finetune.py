@@ -110,6 +110,21 @@ def test_fields_labels_and_measures_are_recognised(tmp_path):
     rows = [{"text": f"He is Tom {n}", "span1_text": "Tom", "span2_text": "He", "label": n % 2 == 0} for n in range(12)]
     (tmp_path / "wsc").write_text("".join(json.dumps(row) + "\n\n" for row in rows))
     spans = read_task("wsc", tmp_path / "wsc", tmp_path / "wsc")
+    senses = [
+        {"word": "place", "sentence1": f"my place {n}", "sentence2": "no place", "label": n % 2} for n in range(12)
+    ]
+    (tmp_path / "wic").write_text("".join(json.dumps(row) + "\n" for row in senses))
+    assert read_task("wic", tmp_path / "wic", tmp_path / "wic").train.texts[3] == ("place: my place 3", "no place")
+    for number, (row, words) in enumerate((
+        ({"premise": "p", "choice1": "a", "choice2": "b", "question": "cause"}, "a choice between texts, as in COPA"),
+        ({"passage": "p", "query": "q", "entities": ["a"]}, "as in ReCoRD"),
+        ({"context": "c", "question": "q", "answers": {"text": ["a"]}}, "as in SQuAD"),
+        ({"tokens": ["EU"], "ner_tags": [3]}, "a label for each word"),
+    )):  # fmt: skip
+        other = tmp_path / f"other{number}"
+        other.write_text("".join(json.dumps({**row, "label": n % 2}) + "\n" for n in range(12)))
+        with pytest.raises(TaskError, match=words):
+            read_task("t", other, other)
     assert spans.train.texts[3] == ("He is Tom 3", "He refers to Tom.")
     assert spans.classes == ("false", "true")
 

@@ -170,7 +170,7 @@ def test_dropout_keys_are_checked():
 
 
 def bucket_by_definition(distance: int, bucket_size: int, max_position: int) -> int:
-    """REFERENCE.md's formula; the ceiling is the least k with (a / mid)^(mid-1) <= ((max - 1) / mid)^k, in integers."""
+    """The published formula; the ceiling is the least k with (a / mid)^(mid-1) <= ((max - 1) / mid)^k, in integers."""
     mid = bucket_size // 2
     a = min(abs(distance), max_position - 1)
     if a <= mid:

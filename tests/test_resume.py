@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -110,6 +111,7 @@ def test_a_signal_saves_and_exits_with_the_command_that_resumes(inputs, whole, t
     assert 5 <= step < STEPS
     assert f"stopped by {signal.Signals(number).name} after step {step}" in said
     resume = said.split("go on with: ")[1].splitlines()[0]
+    assert resume.startswith(f"{sys.executable} ")
     assert "train_single_gpu.py" in resume
     assert resume.endswith("--resume auto")
     run(arguments)

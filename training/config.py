@@ -276,7 +276,13 @@ _GROUPS = {
     "hardware": "hardware",
 }
 _BEFORE_FLAGS = {"row_start": False}  # what runs did that began before there was such a flag
-_PUBLISHED_NAMES = {"input_path": "--train_path (and --valid_path)", "warmup_steps": "--warmup_proportion"}
+# What other programs call flags of ours that no likeness of letters would find.
+_OTHER_NAMES = {
+    "input_path": "--train_path (and --valid_path)", "warmup_steps": "--warmup_proportion", "lr": "--learning_rate",
+    "batch_size": "--global_batch_size", "dtype": "--mixed_precision or --no-mixed_precision",
+    "bf16": "--mixed_precision", "fp16": "--mixed_precision", "max_length": "--seq_length",
+    "clip_grad": "--max_gradient", "max_grad_norm": "--max_gradient",
+}  # fmt: skip
 
 
 def _require(holds: bool, flag: str, value: object, rule: str) -> None:
@@ -354,7 +360,10 @@ def check(config: TrainingConfig) -> None:
     _require(all(s >= 1 for s in config.save_steps), "save_steps", config.save_steps, "steps count from 1")
     smallest = int(config.global_batch_size / config.batch_reduction + 0.5)
     _require(
-        smallest >= 1, "global_batch_size", config.global_batch_size, "divided by --batch_reduction no row is left"
+        smallest >= 1,
+        "global_batch_size",
+        config.global_batch_size,
+        f"divided by --batch_reduction ({config.batch_reduction:g}) no row is left: raise it, or --batch_reduction 1",
     )
     if config.evaluate_every and not config.evaluate_data:
         raise ConfigError(
@@ -447,8 +456,8 @@ def parse_config(arguments: Sequence[str], description: str) -> TrainingConfig:
     known, unknown = parser.parse_known_args(arguments)
     if unknown:
         flag = unknown[0].split("=")[0].lstrip("-")
-        if flag in _PUBLISHED_NAMES:
-            parser.error(f"unknown flag --{flag}: use {_PUBLISHED_NAMES[flag]}")
+        if flag in _OTHER_NAMES:
+            parser.error(f"unknown flag --{flag}: use {_OTHER_NAMES[flag]}")
         close = difflib.get_close_matches(flag, [*FIELDS, "recipe"], n=1)
         parser.error(f"unknown flag or value {unknown[0]!r}" + (f"; did you mean --{close[0]}?" if close else ""))
     given = vars(known)

@@ -128,11 +128,6 @@ def read_inputs(config: TrainingConfig) -> Inputs:
     except ModelConfigError as error:
         raise ConfigError(f"--config_file: {error}") from error
     words = tokenizer.get_vocab_size()
-    if not words <= model_config.vocab_size < words + _VOCABULARY_PADDING:
-        raise ConfigError(
-            f"--config_file {config.config_file!r} has vocab_size {model_config.vocab_size} but --tokenizer_path "
-            f"{config.tokenizer_path!r} has {words} tokens; set vocab_size to {words} (or to the next multiple of 64)"
-        )
     options = MaskingOptions(
         vocab_size=words,
         mask_id=_special_id(tokenizer, "<mask>", config),
@@ -148,6 +143,11 @@ def read_inputs(config: TrainingConfig) -> Inputs:
     eos = _special_id(tokenizer, "</s>", config) if config.document_end else None
     identity = tokenizer_hash(config.tokenizer_path)
     corpus = Corpus(config.train_path, tokenizer_hash=identity, bos_id=options.bos_id, eos_id=eos, seed=config.seed)
+    if not words <= model_config.vocab_size < words + _VOCABULARY_PADDING:
+        raise ConfigError(
+            f"--config_file {config.config_file!r} has vocab_size {model_config.vocab_size} but --tokenizer_path "
+            f"{config.tokenizer_path!r} has {words} tokens; set vocab_size to {words} (or to the next multiple of 64)"
+        )
     held_out = None
     if config.valid_path:
         rows = config.validation_steps * config.local_batch_size or None

@@ -154,13 +154,14 @@ def _requeue(environment: Environment, max_restarts: int, cause: str) -> tuple[s
 
 
 def resume_command() -> str:
-    """The command line that goes on with this run."""
-    program = Path(sys.argv[0]).name
-    launcher = "python" if program == "train_single_gpu.py" else "torchrun/srun ..."
+    """The command line that goes on with this run, by the Python that this one has."""
+    program = sys.argv[0]
+    single = Path(program).name == "train_single_gpu.py"
+    launcher = shlex.quote(sys.executable or "python") if single else "torchrun/srun ..."
     kept, skip = [], False
     for argument in sys.argv[1:]:
         if skip or argument.split("=")[0] in ("--resume", "--checkpoint_filename"):
             skip = not skip and "=" not in argument
             continue
         kept.append(argument)
-    return f"{launcher} {program} {shlex.join(kept)} --resume auto"
+    return f"{launcher} {shlex.quote(program)} {shlex.join(kept)} --resume auto"

@@ -130,4 +130,10 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, mixed_pr
         "optimizer": f"{config.optimizer}, peak learning rate {config.learning_rate:g}, EMA {config.ema_decay:g}",
         "memory": f"about {_bytes(memory_estimate(inputs, parameters, mixed_precision))} a device (estimate)",
     }
+    longest = max(plan.step(last).seq_length, config.seq_length)
+    if longest > model.max_position_embeddings and model.position_embedding != "rope":
+        lines["positions"] = (
+            f"max_position_embeddings is {model.max_position_embeddings} and rows grow to {longest}: distances from "
+            f"{model.max_position_embeddings - 1} on all count as one"
+        )
     return "\n".join(f"  {key:<13} {value}" for key, value in lines.items())
