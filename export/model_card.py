@@ -17,7 +17,7 @@ _PRIVATE = (
     "initial_weights", "wandb_project", "wandb_entity", "wandb_mode", "requeue", "max_restarts", "time_limit_margin",
     "collective_timeout", "device", "compile", "keep_last", "save_every", "save_steps", "log_stats_every",
     "data_fingerprint", "validate_every", "validation_steps", "evaluate_every", "evaluate_data", "evaluate_mode",
-    "local_batch_size", "hybrid_split", "check_ranks_every",
+    "local_batch_size", "hybrid_split", "check_ranks_every", "step_timeout",
 )  # fmt: skip
 _MOST_RESULTS = 60
 

@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -133,11 +134,29 @@ def flipped_average(rank: int) -> Iterator[None]:
     yield from _flips(rank, lambda state: state.ema.state_dict()["embedding.word_embedding.weight"])
 
 
+@fault
+def stopped(rank: int) -> Iterator[None]:
+    """Rank 1 is stopped after step 5, as by SIGSTOP from outside."""
+    from training import loop
+
+    train_step = loop.train_step
+
+    def step(state, *arguments):
+        done = train_step(state, *arguments)
+        if state.step == 5 and rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return done
+
+    with mock.patch.object(loop, "train_step", step):
+        yield
+
+
 def main() -> None:
+    from training import reporting
     from training.distributed import start_world
     from training.loop import main as train
 
-    rank = int(os.environ["RANK"])
+    rank, reporting._LAUNCHER_SECONDS = int(os.environ["RANK"]), 0.0  # there is no launcher
     for told in json.loads(sys.argv[1]):
         run, text = Run(**told), io.StringIO()
         arguments = [*run.arguments, *(run.rank_1 if rank == 1 else ())]

@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """Python for jobs of tests (PYTHON=...): runs a script like python itself, slowly, and breaks it where a test says so.
 
-TEST_STEP_SECONDS: pause in each training step. TEST_RAISE, TEST_KILL, TEST_HANG: RANK:STEP at which that rank raises an
-error, kills itself or stops answering. TEST_LAYOUT: a folder in which each rank leaves its environment. Other scripts
-run as they are.
+TEST_STEP_SECONDS: pause in each training step. TEST_RAISE, TEST_KILL: RANK:STEP at which that rank raises an error or
+kills itself. TEST_LAYOUT: a folder in which each rank leaves its environment. Other scripts run as they are.
 """
 
 import dataclasses
@@ -36,9 +35,6 @@ def sabotage() -> None:
             raise ZeroDivisionError("an error of rank 1's own")
         if os.environ.get("TEST_KILL") == here:
             os.kill(os.getpid(), signal.SIGKILL)
-        if os.environ.get("TEST_HANG") == here:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that the launcher can end it at once
-            time.sleep(600)
         return train_step(state, *arguments)
 
     loop.train_step = step

@@ -15,6 +15,7 @@ from data.masking import IGNORE_INDEX, ModelInputs
 from data.plan import CAUSAL, MASKED
 from slurm.environment import Environment
 from training.distributed import World
+from training.divergence import DivergenceError
 from training.objective import (
     CORRECT,
     COUNT,
@@ -92,10 +93,13 @@ def test_no_targets_at_all():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
-    ("place", "words"),
-    [(4 + LOSS, "rank 2, causal objective: the summed loss is"), (-1, "gradient norm is (nan|inf) on rank 2 alone")],
+    ("place", "error", "words"),
+    [
+        (4 + LOSS, NonFiniteError, "rank 2, causal objective: the summed loss is"),
+        (-1, DivergenceError, "gradient norm is (nan|inf) on rank 2 alone"),
+    ],
 )
-def test_a_bad_loss_or_norm_names_step_and_rank(bad: float, place: int, words: str):
+def test_a_bad_loss_or_norm_names_step_and_rank(bad: float, place: int, error: type[Exception], words: str):
     """Three ranks of which the last has a bad causal loss, or norm: every rank says so."""
     local = torch.ones(9, dtype=torch.float64)
     local[place] = bad
@@ -110,7 +114,7 @@ def test_a_bad_loss_or_norm_names_step_and_rank(bad: float, place: int, words: s
         pending = PendingStep({"step": 7}, (0.5, 0.5), own + 2 * local, own, None, {}, 10, 1.0)
         world = ThreeRanks(rank, 3, torch.device("cpu"), Environment("none"))
         log = StepLog(cast(Inputs, None), world)  # a bad step is noticed before anything of the run is needed
-        with pytest.raises(NonFiniteError, match=f"step 7: .*{words}"):
+        with pytest.raises(error, match=f"step 7: .*{words}"):
             log.push(pending)
 
 

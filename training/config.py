@@ -227,7 +227,14 @@ class TrainingConfig:
     )
     collective_timeout: float = _flag(
         20.0,
-        "minutes that a rank waits for the others before it gives up; longer than the slowest save or validation",
+        "minutes that a rank waits for the others before the run ends; longer than the slowest save or validation",
+        "jobs",
+        fixed=False,
+    )
+    step_timeout: float = _flag(
+        5.0,
+        "the same within training steps; the rank that the others wait for is named, and stack traces are left in "
+        "failures/ of the run folder",
         "jobs",
         fixed=False,
     )
@@ -340,7 +347,7 @@ def check(config: TrainingConfig) -> None:
     _require(
         total <= 1, "warmup_proportion", config.warmup_proportion, f"with --cooldown_proportion: {total:g}, above 1"
     )
-    for name in ("learning_rate", "optimizer_eps", "batch_reduction", "collective_timeout"):
+    for name in ("learning_rate", "optimizer_eps", "batch_reduction", "collective_timeout", "step_timeout"):
         value = getattr(config, name)
         _require(math.isfinite(value) and value > 0, name, value, "it must be above 0")
     for name in ("weight_decay", "z_loss_weight", "max_gradient"):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,9 @@ from slurm.environment import Environment, EnvironmentProblem, local_device_inde
 from training.config import ConfigError, TrainingConfig
 from training.errors import HardwareError
 
+_BACKSTOP_SECONDS = (
+    60.0  # after which a process group gives up by itself: the watchdog, which can say more, comes first
+)
 # What gloo and NCCL say when another process is gone, or does not answer in time.
 _LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|socket|peer|remote process|aborted", re.IGNORECASE)
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
@@ -32,14 +36,36 @@ class CollectiveError(HardwareError):
         self.late = late
 
 
+@dataclass
+class Place:
+    """Where this rank stands, for training/watchdog.py, which runs beside it.
+
+    arrivals: operations of all ranks that it has come to; whoever has fewest is the one that the others wait for.
+    patient: in something that may take as long as --collective_timeout, not a step. since: time.monotonic() at which a
+    wait for others began.
+    """
+
+    step: int = 0
+    patient: bool = True
+    arrivals: int = 0
+    doing: str = "its start"
+    since: float | None = None
+
+    def waits(self) -> float:
+        """Seconds that it has waited for others now; 0 where it does something itself."""
+        since = self.since
+        return 0.0 if since is None else time.monotonic() - since
+
+
 @dataclass(frozen=True)
 class World:
-    """The processes of a run. `size` 1 needs no process group."""
+    """The processes of a run. `size` 1 needs no process group. place: changes as this one goes along."""
 
     rank: int
     size: int
     device: torch.device
     environment: Environment
+    place: Place = field(default_factory=Place, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -47,13 +73,24 @@ class World:
         return self.rank == 0
 
     @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """Names what this rank waits for inside, which depends on others."""
+        self.place.doing, self.place.since = name, time.monotonic()
+        try:
+            yield
+        finally:
+            self.place.since = None
+
+    @contextmanager
     def collective(self, name: str) -> Iterator[None]:
         """Names an operation of all ranks: what goes wrong between them inside becomes a CollectiveError.
 
         Inside is a call of torch.distributed and nothing else: compilers and kernels time out with the same words.
         """
+        self.place.arrivals += 1
         try:
-            yield
+            with self.waiting(name):
+                yield
         except RuntimeError as error:
             text = str(error)
             if self.size == 1 or _DEVICE.match(text) or not (_LOST.search(text) or _LATE.search(text)):
@@ -68,6 +105,11 @@ class World:
             with self.collective(name):
                 dist.all_reduce(tensor)
         return tensor
+
+    def read(self, summed: torch.Tensor) -> torch.Tensor:
+        """What `sum` gave, on the host; on CUDA this is where it waits for the others."""
+        with self.waiting(self.place.doing):
+            return summed.cpu()
 
     def table(self, row: torch.Tensor, name: str) -> torch.Tensor:
         """Every rank's `row`, whole numbers of the same shape: [size, ...], on all ranks."""
@@ -157,7 +199,7 @@ def _join(world: World, config: TrainingConfig) -> None:
             init_method=f"tcp://{address}" if environment.launcher == "slurm" else None,
             rank=world.rank,
             world_size=world.size,
-            timeout=timedelta(minutes=config.collective_timeout),
+            timeout=timedelta(minutes=config.collective_timeout, seconds=_BACKSTOP_SECONDS),
         )
     except dist.DistError as error:
         reason = str(error).splitlines()[0][:200]

@@ -89,7 +89,8 @@ def check_ranks(state: TrainState, world: World) -> None:
     """The same at once. Raises DivergenceError on all ranks where they differ."""
     if (check := begin_check(state, world)) is not None:
         if world.device.type == "cuda":
-            torch.cuda.current_stream(world.device).synchronize()
+            with world.waiting("the comparison of weights"):
+                torch.cuda.current_stream(world.device).synchronize()
         check.conclude(world)
 
 

@@ -62,6 +62,7 @@ from training.stopping import (
 from training.summary import describe
 from training.update import WeightUpdate
 from training.validation import pair_metrics, sample_texts, validation_line, validation_metrics
+from training.watchdog import Watchdog
 
 _INITIALISATION = 301  # purpose of the key that seeds the initial weights
 _LOCK_SECONDS = 180.0  # for the processes of a job's last start to notice that there is a newer one
@@ -273,6 +274,8 @@ def train(inputs: Inputs, world: World, signals: StopSignals, stack: ExitStack) 
             return find_start(folders[0], inputs, restarted, environment.job_id)
 
         checkpoint, notes = on_main(world, open_run)
+        if world.size > 1:
+            stack.enter_context(closing(Watchdog(config, world)))
         state = make_state(inputs, world, checkpoint)
         if world.is_main:
             for note in notes:
@@ -372,7 +375,9 @@ def _run_steps(
     config, log, waited, saved = inputs.config, StepLog(inputs, world), 0.0, state.step
     for batch in loader:
         wish = conditions.wish(records.recorder.problem if records is not None else None)
+        world.place.step = state.step + 1
         targets, stops = agree(world, batch, wants_stop=wish is not None)
+        world.place.patient = stops
         if stops:
             finished = log.flush()  # raises before a bad state could be saved
             if records is not None:
@@ -389,6 +394,7 @@ def _run_steps(
         saves = due(state.step, config.save_every, config.max_steps) or state.step in config.save_steps
         if validates or evaluates or saves:
             finished += log.flush()  # as above
+            world.place.patient = True  # until the next agreement, before which rank 0 may have more to do
         if records is not None:
             records.log(finished, last=validates or evaluates)
         if validates:

@@ -1,4 +1,4 @@
-"""Facts exchanged between ranks where some may hang or be gone, for slurm/doctor.py."""
+"""Facts exchanged between ranks where some may hang or be gone, for slurm/doctor.py and training/watchdog.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from training.checks import time_text
 from training.errors import OtherRankFailed
 
 _Result = TypeVar("_Result")
+# torchrun's store outlives the ranks that it starts again
+_PREFIX = f"meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 class RankLost(RuntimeError):
@@ -79,7 +81,17 @@ class Meeting:
         return dict(answers)
 
     def _key(self, name: object) -> str:
-        return f"doctor/{self._round}/{name}"
+        return f"{_PREFIX}/{self._round}/{name}"
+
+    def post(self, name: str, value: Any) -> None:
+        """Leave `value` (that JSON can hold) for whoever looks. Raises RuntimeError where the store does not answer."""
+        if self._store is not None:
+            self._store.set(f"{_PREFIX}/posted/{name}", json.dumps(value))
+
+    def look(self, name: str) -> Any:
+        """What was last posted under `name`, None where nothing was. Raises as `post` does."""
+        key = f"{_PREFIX}/posted/{name}"
+        return json.loads(self._store.get(key)) if self._store is not None and self._store.check([key]) else None
 
     def together(self, function: Callable[[], _Result], seconds: float, device: torch.device) -> _Result:
         """function(), in which ranks wait for each other: on a thread, so that a hang or another rank's error ends it.

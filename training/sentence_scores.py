@@ -154,7 +154,7 @@ def token_scores(
         scores[:, batch.places] = log_probabilities(logits, batch.labels, temperatures).float()
         if progress is not None:
             progress(int(part[0].lengths.sum()))
-    return world.sum(scores, "the sum of sentence scores").cpu().numpy()  # where the host waits for the device
+    return world.read(world.sum(scores, "the sum of sentence scores")).numpy()  # where the host waits for the device
 
 
 def sentence_sums(sentences: Sentences, scores: np.ndarray) -> np.ndarray:

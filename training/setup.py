@@ -44,6 +44,7 @@ from training.checkpoint import (
 from training.checkpoint_names import ABANDONED, list_checkpoints
 from training.config import ConfigError, TrainingConfig, differences
 from training.distributed import World
+from training.heartbeat import Owner
 from training.minimal_pairs import PairScorer, read_pair_sets
 from training.report_data import SAMPLES
 from training.sentence_scores import SpecialIds
@@ -277,22 +278,29 @@ class RunFolder(RunView):
             self._lock = (path / ".lock").open("a+")
         except OSError as error:
             raise ConfigError(f"--output_dir: {path} cannot be written: {error.strerror}") from error
-        if not self._acquire(patience):
-            raise ConfigError(f"--name: another process is training in {path}; wait for it or take another name")
+        self._owner = Owner(path)  # where there are no locks
+        if holder := self._acquire(patience):
+            self._lock.close()
+            raise ConfigError(f"--name: {holder} is training in {path}; wait for it or take another name")
 
-    def _acquire(self, patience: float) -> bool:
-        """Take the lock; False where another process keeps it."""
+    def _acquire(self, patience: float) -> str:
+        """Take the folder, by its lock or as its owner; who has it, where that stays another process."""
         end = time.monotonic() + patience
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
+                return ""
             except BlockingIOError:
-                if time.monotonic() >= end:
-                    return False
-                time.sleep(0.5)
+                holder = "another process"
             except OSError:
-                return True  # a file system without locks
+                holder = self._owner.claim()
+                if not holder:
+                    print(f"note: {self.path} is on a file system without locks: owner.json guards it", flush=True)
+                    return ""
+                holder = f"another process ({holder})"
+            if time.monotonic() >= end:
+                return holder
+            time.sleep(0.5)
 
     def write_config(self, inputs: Inputs, launch: dict[str, Any]) -> str:
         """Write or extend config.json; returns the run's wandb id."""
@@ -319,7 +327,8 @@ class RunFolder(RunView):
         return wandb_id
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the folder."""
+        self._owner.release()
         self._lock.close()
 
 

@@ -20,7 +20,7 @@ from model import LTGBert
 from ops.bit_sums import BitSums
 from training.checks import ranks_text
 from training.distributed import World
-from training.divergence import RankCheck, begin_check
+from training.divergence import DivergenceError, RankCheck, begin_check
 from training.ema import Ema
 from training.errors import NonFiniteError
 from training.micro_step import MicroSteps
@@ -232,7 +232,8 @@ class StepLog:
         records = []
         while len(self._pending) > leave:
             pending = self._pending.popleft()
-            seconds = _seconds(self._last, pending.finished)
+            with self._world.waiting("the device"):
+                seconds = _seconds(self._last, pending.finished)
             self._last = pending.finished
             records.append(self._metrics(pending, seconds))
         return records
@@ -286,7 +287,10 @@ def _raise_non_finite(pending: PendingStep, world: World) -> NoReturn:
         if not math.isfinite(losses[rank][objective])
     ]
     norms = {rank: sums[-1] for rank, sums in enumerate(everyone) if not math.isfinite(sums[-1])}
-    if not bad:
-        alone = f" on rank {ranks_text(norms)} alone, whose device or memory may be faulty" * (len(norms) < world.size)
-        bad = [f"all losses are finite but the gradient norm is {next(iter(norms.values()))}{alone}"]
-    raise NonFiniteError(f"step {pending.facts['step']}: {'; '.join(bad)}")
+    step = pending.facts["step"]
+    if bad:
+        raise NonFiniteError(f"step {step}: {'; '.join(bad)}")
+    text = f"step {step}: all losses are finite but the gradient norm is {next(iter(norms.values()))}"
+    if len(norms) == world.size:
+        raise NonFiniteError(text)
+    raise DivergenceError(f"{text} on rank {ranks_text(norms)} alone, though of the same sums: its device is faulty")

@@ -43,7 +43,8 @@ def validate(
             sums += sums_by_objective(scores, which)
     model.train(was_training)
     metrics = {}
-    for name, (loss, _, correct, count) in zip(OBJECTIVES, world.sum(sums).tolist(), strict=True):
+    totals = world.read(world.sum(sums, "the sum of held-out losses")).tolist()
+    for name, (loss, _, correct, count) in zip(OBJECTIVES, totals, strict=True):
         if count:
             metrics[f"{prefix}{name}_loss"] = loss / count
             metrics[f"{prefix}{name}_perplexity"] = math.exp(min(loss / count, 700.0))

@@ -1,0 +1,82 @@
+"""A run folder on a file system without locks has one owner, which shows that it lives."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from training import setup
+from training.config import ConfigError
+from training.heartbeat import STALE_SECONDS, Heartbeat, Owner
+from training.setup import RunFolder
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(setup.fcntl, "flock", flock)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_the_second_of_two_processes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first = RunFolder(tmp_path)
+    assert "without locks: owner.json guards it" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=rf"--name: another process \(process {os.getpid()} on \S+, last heard of"):
+        RunFolder(tmp_path)
+    first.close()
+    RunFolder(tmp_path).close()
+    assert not (tmp_path / "owner.json").exists()
+
+
+def owned_by(folder: Path, **facts: object) -> None:
+    known = {"host": "elsewhere", "pid": 7, "pids": None, "job": "123", "time": time.time()}
+    (folder / "owner.json").write_text(json.dumps({**known, **facts}))
+
+
+def test_a_silent_owner_is_replaced_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    owner = Owner(tmp_path)
+    owned_by(tmp_path)
+    assert owner.claim().startswith("process 7 on elsewhere of job 123, last heard of ")
+    owned_by(tmp_path, time=time.time() - STALE_SECONDS - 1)
+    assert owner.claim() == ""
+    assert "owner.json is of process 7 on elsewhere of job 123, last heard of 61" in capsys.readouterr().out
+    assert json.loads((tmp_path / "owner.json").read_text())["pid"] == os.getpid()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["owner.json"]
+    owner.release()
+
+
+def test_a_process_that_is_gone_from_this_host_is_replaced_at_once(tmp_path: Path):
+    gone = 2**22 + 1  # above the largest process number
+    pids = os.readlink("/proc/self/ns/pid")
+    owned_by(tmp_path, host=socket.gethostname(), pid=gone, pids="another container's")
+    assert Owner(tmp_path).claim()
+    owned_by(tmp_path, host=socket.gethostname(), pid=gone, pids=pids)
+    owner = Owner(tmp_path)
+    assert owner.claim() == ""
+    owner.release()
+
+
+def test_a_damaged_owner_counts_as_old_as_it_is(tmp_path: Path):
+    (tmp_path / "owner.json").write_text("{")
+    assert Owner(tmp_path).claim() == "a process that has not said who it is"
+    os.utime(tmp_path / "owner.json", (0, 0))
+    owner = Owner(tmp_path)
+    assert owner.claim() == ""
+    owner.release()
+
+
+def test_a_heartbeat_goes_on_until_it_is_closed(tmp_path: Path):
+    numbers = iter(range(1_000_000))
+    beating = Heartbeat(tmp_path / "in" / "beat.json", lambda: {"n": next(numbers)}, seconds=0.001)
+    deadline = time.monotonic() + 60
+    while json.loads((tmp_path / "in" / "beat.json").read_text())["n"] < 3:
+        assert time.monotonic() < deadline
+    beating.close()
