@@ -1,0 +1,181 @@
+"""Odd configurations: every row once, the exact ratio, the same on any number of ranks, masks exact, tokens once.
+
+FUZZ_EXAMPLES=10000 pytest tests/test_data_properties.py looks at so many instead of a few (about 3,000 in ten minutes).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from data.corpus import Corpus
+from data.loader import BatchBuilder, RowBatch, ValidationSet
+from data.masking import IGNORE_INDEX, MaskingOptions
+from data.plan import CAUSAL, MASKED, DataPlan, StepPlan, resolve_split
+from data.shards import write_shard
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "20"))
+FIRST = 16  # the first stored token; each is one more than the last
+BOS = 1
+
+fuzz = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A corpus whose tokens are all different, and how it is to be trained on."""
+
+    lengths: list[int]
+    first_shard: int  # documents in it
+    eos: int | None
+    wide: bool  # whether tokens take four bytes
+    plan: DataPlan
+    even: bool
+    row_start: bool
+
+    @property
+    def options(self) -> MaskingOptions:
+        words = FIRST + sum(self.lengths) + 10
+        return MaskingOptions(max(words, 70_000) if self.wide else words, even=self.even, row_start=self.row_start)
+
+    def open(self, folder: Path) -> Corpus:
+        documents = np.split(np.arange(sum(self.lengths)) + FIRST, np.cumsum(self.lengths)[:-1])
+        for name, part in (("a", documents[: self.first_shard]), ("b", documents[self.first_shard :])):
+            write_shard(folder / f"{name}.shard", part, "ab" * 32, self.options.vocab_size)
+        return Corpus(str(folder / "*.shard"), tokenizer_hash=None, bos_id=BOS, eos_id=self.eos)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    length = st.sampled_from([0, 1, 1, 2, 3, 5, 17]) | st.integers(1, 400)
+    lengths = draw(st.lists(length, min_size=1, max_size=30).filter(any))
+    denominator = draw(st.sampled_from([1, 2, 3, 7, 16]))
+    share = st.integers(0, denominator)
+    plan = DataPlan(
+        max_steps=draw(st.integers(1, 14)),
+        seq_length=draw(st.sampled_from([2, 3, 5, 16, 31])),
+        global_batch_size=draw(st.integers(8, 40)),
+        batch_reduction=draw(st.sampled_from([1, 1.7, 4, 7.3])),
+        hybrid_numerator=draw(share),
+        hybrid_denominator=denominator,
+        hybrid_numerator_end=draw(st.none() | share),
+        mask_p_start=draw(st.sampled_from([0.0, 0.15, 1.0])),
+        mask_p_end=draw(st.sampled_from([0.0, 0.3, 1.0])),
+        milestones=tuple(sorted(draw(st.sets(st.sampled_from([0.1, 0.3, 0.5, 0.7, 0.9, 1.0]), max_size=3)))),
+        seed=draw(st.integers(0, 9)),
+    )
+    assume(plan.smallest_batch >= 1)
+    return Case(
+        lengths,
+        draw(st.integers(0, len(lengths))),
+        draw(st.sampled_from([2, None])),
+        draw(st.booleans()),
+        plan,
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
+
+
+def rows_of(*batches: RowBatch) -> Counter:
+    return Counter(
+        (key, causal, tuple(tokens))
+        for batch in batches
+        for key, causal, tokens in zip(
+            batch.row_keys.tolist(), batch.causal.tolist(), batch.tokens.tolist(), strict=True
+        )
+    )
+
+
+def check_ranks(builder: BatchBuilder, step: StepPlan, whole: RowBatch, world_size: int, wish: str) -> None:
+    """All ranks together have the rows of one."""
+    plan = builder.plan
+    constant = plan.hybrid_numerator_end in (None, plan.hybrid_numerator)
+    try:
+        split = resolve_split(wish, world_size, plan.hybrid_numerator, plan.hybrid_denominator, constant)
+    except ValueError:
+        return
+    parts = [builder.step(step.step, rank, world_size, split, 4).batch for rank in range(world_size)]
+    assert rows_of(*parts) == rows_of(whole)
+    if split == "rows":
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def check_masks(batch: RowBatch, mask_p: float, options: MaskingOptions) -> None:
+    """Targets are those counted beforehand, as many as asked for, none in a masked row that was not masked."""
+    labels = batch.inputs(options).labels
+    scored = (labels != IGNORE_INDEX).numpy()
+    assert (scored.sum(1) == batch.targets.sum(0)).all()
+    masked = ~batch.causal.numpy()
+    owned = batch.tokens[:, 1:].numpy()
+    assert (labels.numpy()[scored] == owned[scored]).all()
+    assert (owned[masked][scored[masked]] >= options.n_special_tokens).all()
+    able = (owned[masked] >= options.n_special_tokens).sum(1)
+    assert (abs(scored[masked].sum(1) - mask_p * able) < 1).all()
+
+
+@fuzz
+@given(cases())
+def test_batches_are_the_plan_s_on_any_number_of_ranks(tmp_path_factory, case):
+    corpus, plan = case.open(tmp_path_factory.mktemp("batches")), case.plan
+    builder = BatchBuilder(corpus, plan, case.options)
+    masked = 0
+    for number in range(plan.max_steps):
+        step = plan.step(number)
+        batch = builder.step(number, 0, 1, "rows", 4).batch
+        assert len(batch) == step.rows
+        assert int((~batch.causal).sum()) == step.masked_rows
+        assert case.row_start <= bool((batch.tokens[:, 0] == BOS).all())
+        masked += step.masked_rows
+        assert masked == (step.ratio_carry + step.rows * step.ratio) // step.denominator
+        check_masks(batch, step.mask_p, case.options)
+        for world_size in (2, 3, 5):
+            for wish in ("rows", "ranks") if plan.smallest_batch >= world_size else ():
+                check_ranks(builder, step, batch, world_size, wish)
+
+
+@fuzz
+@given(cases())
+def test_rows_cover_the_streams_and_epochs_the_corpus(tmp_path_factory, case):
+    corpus, plan = case.open(tmp_path_factory.mktemp("streams")), case.plan
+    builder = BatchBuilder(corpus, plan, case.options)
+    for objective in (MASKED, CAUSAL):
+        seen: list[tuple[int, int]] = []
+        for step in map(plan.step, range(plan.max_steps)):
+            rows = step.masked_rows if objective == MASKED else step.rows - step.masked_rows
+            positions = builder._orders[objective].positions(step.position[objective], rows)
+            seen += [(int(position), step.seq_length) for position in positions]
+        epochs = [corpus.epoch_of(position) for position, _ in seen]
+        assert epochs == sorted(epochs)
+        end = 0
+        for position, length in sorted(seen):  # without gaps, without overlaps
+            assert position == end
+            end = position + length
+        for epoch in range(2):
+            begin, end = (corpus.tokens_before_epoch(epoch + i) for i in (0, 1))
+            tokens = builder._streams[objective].read(begin, end - begin)[0]
+            stored = np.sort(tokens[tokens >= FIRST])
+            np.testing.assert_array_equal(stored, np.arange(sum(case.lengths)) + FIRST)
+
+
+@fuzz
+@given(cases(), st.sampled_from([2, 5, 64]), st.sampled_from([None, 1, 7]), st.integers(1, 5))
+def test_validation_is_the_same_on_any_number_of_ranks(tmp_path_factory, case, length, rows, batch_rows):
+    corpus = case.open(tmp_path_factory.mktemp("validation"))
+    held_out = ValidationSet(corpus, case.options, length, rows=rows)
+    assume(held_out.total_rows > 0)
+    for objective in (MASKED, CAUSAL):
+        expected = None
+        for world_size in (1, 2, 4):
+            parts = [b for rank in range(world_size) for b in held_out.batches(objective, rank, world_size, batch_rows)]
+            found = rows_of(*parts)
+            assert expected in (None, found)
+            expected = found
+            assert len(found) == sum(found.values()) == held_out.used_rows
+            for part in parts:
+                assert not case.row_start or (part.tokens[:, 0] == BOS).all()
