@@ -30,7 +30,7 @@ _CHUNK = 1 << 18  # documents handled at once while an epoch's index is built
 _DROP_BYTES = 1 << 30  # release mapped pages after about so many bytes were mapped
 _FAULT_BYTES = 64 << 10  # that Linux maps around an access
 _INDICES = 4  # kept of a corpus: a range of either objective may touch the end of one epoch and the next
-OCCURRENCE_SHIFT = 40  # an origin is (times the document was used before) << 40 | position in the corpus
+OCCURRENCE_SHIFT = 46  # an origin is (times the document was used before) << 46 | position in the corpus
 
 
 _SAMPLE = -2  # purpose of the key that orders sampled sources

@@ -260,6 +260,11 @@ class ValidationSet:
         """Rows that are evaluated."""
         return self.total_rows if self.rows is None else min(self.rows, self.total_rows)
 
+    def in_rows_of(self, seq_length: int) -> ValidationSet:
+        """The same set in rows of `seq_length` tokens; where a part of it is used, about as many tokens."""
+        rows = None if self.rows is None else max(1, self.rows * self.seq_length // seq_length)
+        return replace(self, seq_length=seq_length, rows=rows)
+
     def batches(self, objective: int, rank: int, world_size: int, batch_rows: int) -> Iterator[RowBatch]:
         """This rank's rows, `batch_rows` at a time; all ranks together hold every row once."""
         # One fixed key for everybody: runs with different seeds are validated on the same masks.
@@ -269,9 +274,11 @@ class ValidationSet:
         plan = DataPlan(1, length, 1, batch_reduction=1, seed=0, milestones=())
         for first in range(begin_row, end_row, batch_rows):
             numbers = np.arange(first, min(first + batch_rows, end_row)) * self.total_rows // self.used_rows
+            begins = numbers * length
             tokens = np.full((len(numbers), length + 1), PADDING, np.int32)
-            for i, number in enumerate(numbers):
-                count = min(length + 1, end - int(number) * length)
-                tokens[i, :count] = stream.read(int(number) * length, count)[0]
-            keys = plan.row_keys(objective, numbers * length)
+            whole = begins + length < end
+            tokens[whole] = stream.read_rows(begins[whole], length + 1)[0]
+            if not whole[-1]:  # the set's last row
+                tokens[-1, : end - begins[-1]] = stream.read(int(begins[-1]), int(end - begins[-1]))[0]
+            keys = plan.row_keys(objective, begins)
             yield _pack(tokens, keys, objective, self.mask_p, self.options, None)

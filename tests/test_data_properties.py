@@ -20,7 +20,7 @@ from data.masking import IGNORE_INDEX, MaskingOptions
 from data.plan import CAUSAL, MASKED, DataPlan, StepPlan, resolve_split
 from data.shards import write_shard
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "20"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
 FIRST = 16  # the first stored token; each is one more than the last
 BOS = 1
 

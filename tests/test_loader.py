@@ -209,3 +209,13 @@ def test_validation_on_a_part_spreads_over_the_set(corpus):
     stored = TokenStream(corpus, None).read(0, corpus.tokens_before_epoch(1))[0]
     rows = np.arange(10) * held_out.total_rows // 10
     assert firsts.tolist() == stored[rows * 64 + 1].tolist()
+
+
+def test_validation_indexes_its_documents_once(corpus, monkeypatch):
+    built = []
+    build = TokenStream._build_index
+    monkeypatch.setattr(TokenStream, "_build_index", lambda stream, epoch: built.append(epoch) or build(stream, epoch))
+    held_out = ValidationSet(corpus, MaskingOptions(vocab_size=1 << 14), seq_length=64)
+    for objective in (MASKED, CAUSAL, MASKED, CAUSAL):
+        assert sum(map(len, held_out.batches(objective, 0, 1, 7))) == held_out.total_rows
+    assert built in ([], [0])  # unless a test before had it built
