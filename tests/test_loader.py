@@ -219,3 +219,15 @@ def test_validation_indexes_its_documents_once(corpus, monkeypatch):
     for objective in (MASKED, CAUSAL, MASKED, CAUSAL):
         assert sum(map(len, held_out.batches(objective, 0, 1, 7))) == held_out.total_rows
     assert built in ([], [0])  # unless a test before had it built
+
+
+def test_validation_in_longer_rows_has_the_same_targets(corpus):
+    short = ValidationSet(corpus, MaskingOptions(vocab_size=1 << 14), seq_length=16)
+    assert short.in_rows_of(64).seq_length == 64
+    owned = [
+        torch.cat([batch.tokens[:, 1:].flatten() for batch in held_out.batches(CAUSAL, 0, 1, 9)])
+        for held_out in (short, short.in_rows_of(64))
+    ]
+    assert torch.equal(*(tokens[tokens >= 0] for tokens in owned))
+    part = ValidationSet(corpus, short.options, seq_length=16, rows=40)
+    assert part.in_rows_of(64).used_rows == 10

@@ -124,7 +124,7 @@ class Documented:
     def pattern(self) -> re.Pattern[str]:
         """What keys it stands for."""
         text = re.escape(self.key).replace("OBJECTIVE", "(masked|causal)").replace("MODE", "(masked|causal|fused)")
-        text = text.replace("ROLE", "(embedding|attention|mlp|dwa|head)")
+        text = text.replace("LENGTH", "[0-9]+").replace("ROLE", "(embedding|attention|mlp|dwa|head)")
         return re.compile(text.replace("PHENOMENON", "[^/]+").replace("SET", "[^/]+"))
 
 
@@ -147,9 +147,11 @@ def test_every_step_has_the_documented_keys(wandb_run):
     assert all(expected <= line.keys() for line in lines)
     assert {"stats/parameter_norm/embedding", "stats/grad_norm/attention"} <= lines[9].keys()
     validation = [line for line in read_metrics(wandb_run / "metrics.jsonl") if "valid/masked_loss" in line]
-    assert {"valid/causal_loss", "valid/ema_masked_loss", "valid/masked_accuracy", "stats/tokens"} <= validation[
-        -1
-    ].keys()
+    expected = {"valid/causal_loss", "valid/ema_masked_loss", "valid/masked_accuracy", "stats/tokens"}
+    assert expected <= validation[-1].keys()
+    longer = {"valid/causal_loss_64", "valid/ema_masked_loss_64", "valid/masked_accuracy_64"}
+    assert longer <= validation[-1].keys()
+    assert not longer & validation[0].keys()  # rows had not grown so far
 
 
 def test_readme_lists_every_key_that_is_recorded(wandb_run):

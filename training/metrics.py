@@ -238,6 +238,7 @@ def _define_metrics(run: Any) -> None:
             if f"{group}{measure}" not in _NOT_LOGGED:
                 run.define_metric(f"{group}{measure}", step_metric="stats/tokens", summary=summary)
     run.define_metric("train/z_loss", step_metric="stats/tokens", summary="last")
+    run.define_metric("valid/*", step_metric="stats/tokens")  # those of longer rows
     run.define_metric("eval/*", step_metric="stats/tokens", summary=_RISING)
 
 

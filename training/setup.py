@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,14 @@ class Inputs:
     data_identity: str
     held_out_identity: str  # "" without --valid_path
     pairs: PairScorer | None = None
+
+    @cached_property
+    def held_out_longest(self) -> ValidationSet | None:
+        """The held-out set in rows of the run's final length; None where rows do not grow."""
+        longest = self.plan.longest_row
+        if self.held_out is None or longest == self.held_out.seq_length:
+            return None
+        return self.held_out.in_rows_of(longest)
 
 
 def _special_id(tokenizer: Tokenizer, token: str, config: TrainingConfig) -> int:

@@ -85,6 +85,14 @@ def _batch_line(inputs: Inputs, step: int, world: World) -> str:
     )
 
 
+def _validation_line(inputs: Inputs) -> str:
+    held_out, longest = inputs.held_out, inputs.held_out_longest
+    if held_out is None:
+        return "none (--valid_path)"
+    line = f"{held_out.used_rows:,} of {held_out.total_rows:,} rows of {held_out.seq_length}"
+    return line if longest is None else f"{line}, of {longest.seq_length} too once rows are so long"
+
+
 def _pairs_line(inputs: Inputs) -> str:
     if inputs.pairs is None:
         return "none (--evaluate_data)"
@@ -98,7 +106,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, mixed_pr
     config, plan, corpus, model = inputs.config, inputs.plan, inputs.corpus, inputs.model_config
     epoch_tokens = corpus.tokens_before_epoch(1)
     epochs = [plan.objective_tokens(o) / epoch_tokens for o in (MASKED, CAUSAL)]
-    last, held_out = config.max_steps - 1, inputs.held_out
+    last = config.max_steps - 1
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     milestones = [f"warm-up to step {int(config.max_steps * config.warmup_proportion)}"]
     for milestone in config.length_milestones:
@@ -118,9 +126,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, mixed_pr
         f"{model.position_embedding} positions)",
         "data": f"{corpus.num_documents:,} documents, {epoch_tokens:,} tokens an epoch; this run reads "
         f"{epochs[MASKED]:.2f} epochs masked and {epochs[CAUSAL]:.2f} causal",
-        "validation": f"{held_out.used_rows:,} of {held_out.total_rows:,} rows of {held_out.seq_length}"
-        if held_out
-        else "none (--valid_path)",
+        "validation": _validation_line(inputs),
         "minimal pairs": _pairs_line(inputs),
         "objective": f"{ratio} of rows masked, masks {config.mask_p_start:g} -> {config.mask_p_end:g}, split {split}",
         "batch, start": _batch_line(inputs, 0, world),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -23,9 +24,15 @@ from training.step import TrainState
 
 @torch.no_grad()
 def validate(
-    model: nn.Module, held_out: ValidationSet, world: World, local_batch_size: int, autocast: bool, prefix: str
+    model: nn.Module,
+    held_out: ValidationSet,
+    world: World,
+    local_batch_size: int,
+    autocast: bool,
+    prefix: str,
+    suffix: str = "",
 ) -> dict[str, float]:
-    """Metrics `PREFIXmasked_loss`, `PREFIXmasked_perplexity`, `PREFIXmasked_accuracy` and the same for causal.
+    """Metrics `PREFIXmasked_lossSUFFIX`, the same with `perplexity` and `accuracy`, and all of them for causal.
 
     Masked: next-token prediction of 15 % masked tokens with masks that never change. The model's mode is restored.
     """
@@ -46,30 +53,50 @@ def validate(
     totals = world.read(world.sum(sums, "the sum of held-out losses")).tolist()
     for name, (loss, _, correct, count) in zip(OBJECTIVES, totals, strict=True):
         if count:
-            metrics[f"{prefix}{name}_loss"] = loss / count
-            metrics[f"{prefix}{name}_perplexity"] = math.exp(min(loss / count, 700.0))
-            metrics[f"{prefix}{name}_accuracy"] = correct / count
+            metrics[f"{prefix}{name}_loss{suffix}"] = loss / count
+            metrics[f"{prefix}{name}_perplexity{suffix}"] = math.exp(min(loss / count, 700.0))
+            metrics[f"{prefix}{name}_accuracy{suffix}"] = correct / count
     return metrics
 
 
 def validation_metrics(state: TrainState, inputs: Inputs, world: World) -> dict[str, Any]:
-    """Validation of the weights and of their average."""
-    assert inputs.held_out is not None
-    arguments = (inputs.held_out, world, inputs.config.local_batch_size, bool(inputs.config.mixed_precision))
-    metrics = validate(state.model, *arguments, prefix="valid/")
+    """Validation of the weights and of their average.
+
+    Rows have the run's first length, so that all validations compare; once training's rows have grown to their final
+    length, held-out rows of that length are measured, too, as `valid/masked_loss_512`.
+    """
+    config, held_out, longest = inputs.config, inputs.held_out, inputs.held_out_longest
+    assert held_out is not None
+    sets = [(held_out, config.local_batch_size, "")]
+    if longest is not None and inputs.plan.step(max(0, state.step - 1)).seq_length == longest.seq_length:
+        rows = micro_batch_rows(config.local_batch_size, config.seq_length, longest.seq_length)
+        sets.append((longest, rows, f"_{longest.seq_length}"))
+
+    def measure(prefix: str) -> dict[str, float]:
+        found = {}
+        for each, batch_rows, suffix in sets:
+            found |= validate(state.model, each, world, batch_rows, bool(config.mixed_precision), prefix, suffix)
+        return found
+
+    metrics = measure("valid/")
     with state.ema.swapped_in(state.model):
-        metrics |= validate(state.model, *arguments, prefix="valid/ema_")
+        metrics |= measure("valid/ema_")
     return {"step": state.step, "stats/tokens": inputs.plan.tokens_before(state.step), **metrics}
 
 
 def validation_line(metrics: dict[str, Any]) -> str:
     """What the console says of `validation_metrics`."""
-    parts = [
-        f"{name} {metrics[f'valid/{name}_loss']:.3f} (EMA {metrics[f'valid/ema_{name}_loss']:.3f})"
-        for name in ("masked", "causal")
-        if f"valid/{name}_loss" in metrics
-    ]
-    return f"step {metrics['step']:>6}  validation loss: {', '.join(parts)}"
+
+    def losses(suffix: str) -> str:
+        return ", ".join(
+            f"{name} {metrics[f'valid/{name}_loss{suffix}']:.3f} (EMA {metrics[f'valid/ema_{name}_loss{suffix}']:.3f})"
+            for name in OBJECTIVES
+            if f"valid/{name}_loss{suffix}" in metrics
+        )
+
+    line = f"step {metrics['step']:>6}  validation loss: {losses('')}"
+    lengths = {found[1] for key in metrics if (found := re.fullmatch(r"valid/(?:masked|causal)_loss_(\d+)", key))}
+    return "; ".join([line, *(f"in rows of {length}: {losses(f'_{length}')}" for length in sorted(lengths))])
 
 
 def pair_metrics(state: TrainState, inputs: Inputs, pairs: PairScorer, world: World) -> dict[str, Any]:
