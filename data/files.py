@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -12,13 +13,20 @@ from typing import Any
 
 PARTIAL_SUFFIX = ".partial"
 _OTHER_FILES = 100  # that a process has open or is about to open, beside those counted
+_UNABLE = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable: a rename is on the disk only when its folder is."""
+    """Makes the names in a folder durable: a rename is on the disk only when its folder is.
+
+    Where the file system cannot do that for folders (SMB, some FUSE mounts), it is left to it.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNABLE:
+            raise
     finally:
         os.close(descriptor)
 

@@ -25,7 +25,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 from slurm import preemption
 from slurm.environment import Environment, read_environment
-from training.checkpoint_names import newest_step
+from training.checkpoint_names import checkpoint_folders, newest_step
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.errors import BUG, DONE, KINDS, kind_of_code
 from training.status import (
@@ -77,7 +77,7 @@ def _requeue(
     config: TrainingConfig, environment: Environment, status: Status | None, exit_code: int, cause: str
 ) -> tuple[int, str]:
     assert environment.job_id is not None
-    step = newest_step(config.run_folder / "checkpoints")
+    step = newest_step(*checkpoint_folders(config.run_folder))
     try:
         register_attempt(config.run_folder, environment, step, config.max_restarts)
     except RestartRefused as error:
@@ -94,7 +94,7 @@ def _fail(
     config: TrainingConfig, environment: Environment, status: Status | None, exit_code: int, cause: str
 ) -> tuple[int, str]:
     if status is not None and status.state in (RUNNING, FAILED):  # rank 0 may not have lived to say so, or not know
-        step = newest_step(config.run_folder / "checkpoints")
+        step = newest_step(*checkpoint_folders(config.run_folder))
         with contextlib.suppress(OSError):  # a full disk
             write_status(config.run_folder, environment, FAILED, cause, step, config.max_steps)
     return exit_code or BUG.code, f"job {environment.job_id} failed: {cause}"

@@ -1,10 +1,15 @@
-"""Which checkpoints are a run's: roll-backs, branches, what is deleted, and who may read them. Runs in this process."""
+"""Saving, and which checkpoints are a run's: roll-backs, branches, disks that fail. Runs in this process."""
 
 from __future__ import annotations
 
+import errno
+import json
+import math
 import os
+import re
 import shutil
 import signal
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +17,15 @@ import pytest
 import torch
 from runs import flags, make_inputs, training_lines
 
+import training.checkpoint
 import training.loop
-from training.checkpoint import find_newest, locate, prune, set_aside, write_checkpoint
+import training.saving
+from training import errors
+from training.checkpoint import SaveError, find_newest, locate, prune, set_aside, write_checkpoint
 from training.checkpoint_names import list_checkpoints, newest_step
 from training.distributed import single_world
+from training.plot import read_run
+from training.status import FAILED, read_status
 
 STEPS = 12
 TENSORS = {name: {"w": torch.ones(4)} for name in ("model", "ema", "optimizer")}
@@ -82,7 +92,7 @@ def test_a_run_that_was_rolled_back_keeps_its_new_branch(inputs, whole, tmp_path
     shutil.copytree(whole, folder)
     back = folder / "checkpoints" / "step_00000004"
     after_step(6, stop)
-    assert train(inputs, tmp_path, resume=back, keep_last=1) == 0
+    assert train(inputs, tmp_path, resume=back, keep_last=1) == 143
     said = capsys.readouterr().out
     assert f"{folder}/checkpoints/step_00000012 is kept as abandoned_step_00000012" in said
     assert names(folder) == ["abandoned_step_00000008", "abandoned_step_00000012", "step_00000006"]
@@ -154,7 +164,7 @@ def test_nothing_whole_is_deleted_for_what_is_damaged_or_newer(tmp_path):
         write_checkpoint(tmp_path, step, TENSORS, {}, {})
     (tmp_path / "step_00003000" / "model.safetensors").write_bytes(b"damaged")
     write_checkpoint(tmp_path, 2500, TENSORS, {}, {})
-    prune(tmp_path, 2500, 1, ())
+    prune([tmp_path], 2500, 1, ())
     assert find_newest(tmp_path)[0].step == 2500
     assert len(set_aside(tmp_path, 2500)) == 1
     assert newest_step(tmp_path) == 2500
@@ -165,7 +175,7 @@ def test_nothing_whole_is_deleted_for_what_is_damaged_or_newer(tmp_path):
         "abandoned_step_00003000_2",
     ]
     write_checkpoint(tmp_path, 4000, TENSORS, {}, {})
-    prune(tmp_path, 4000, 1, ())
+    prune([tmp_path], 4000, 1, ())
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00004000"]
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -177,3 +187,186 @@ def test_checkpoints_have_the_rights_that_the_umask_gives(tmp_path):
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in place.iterdir()} == {0o640}
+
+
+# Disks that fail
+
+
+@pytest.fixture
+def refused(monkeypatch) -> Callable[[Callable[[Path], bool]], list[Path]]:
+    """Have the disk refuse files of checkpoints; returns those that it has refused."""
+    monkeypatch.setattr(training.saving, "_PAUSE_SECONDS", 0.0)
+    original, found = training.checkpoint._seal, []
+
+    def arrange(refuses: Callable[[Path], bool]) -> list[Path]:
+        def seal(path: Path) -> dict:
+            if path.name == "model.safetensors" and refuses(path):
+                found.append(path)
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            return original(path)
+
+        monkeypatch.setattr(training.checkpoint, "_seal", seal)
+        return found
+
+    return arrange
+
+
+def test_a_save_that_fails_is_tried_again_at_once_and_with_the_next(inputs, tmp_path, capsys, refused):
+    found = refused(lambda _path: len(found) < 3)  # both times in step 4, the first time in step 8
+    assert train(inputs, tmp_path) == 0
+    said = capsys.readouterr().out
+    assert "Stale file handle; the run goes on without this save (1 of --max_failed_saves 3 in a row)" in " ".join(
+        said.split()
+    )
+    assert f"tried again, {tmp_path}/run/checkpoints/step_00000008 was written" in said
+    assert names(tmp_path / "run") == ["step_00000008", "step_00000012"]
+
+
+@pytest.mark.parametrize(("last", "limit"), [(8, 2), (6, 9), (12, 9)])
+def test_a_run_that_can_save_no_more_ends_and_says_so(inputs, tmp_path, capsys, refused, after_step, last, limit):
+    """After so many failed saves in a row; at once where there will be no later one: a stop, or the last step."""
+    refused(lambda path: path.parent.name != ".tmp_step_00000001")
+    if last == 6:
+        after_step(last, stop)
+    assert train(inputs, tmp_path, max_failed_saves=limit, save_steps="1") == errors.HARDWARE.code
+    error = capsys.readouterr().err
+    assert f"step_{last:08d} could not be written" in error
+    assert "step_00000001 is intact" in error
+    assert read_status(tmp_path / "run").state == FAILED
+    assert training_lines(tmp_path / "run")[-1]["step"] == last
+    assert names(tmp_path / "run") == ["step_00000001"]
+
+
+def test_what_the_run_folder_cannot_take_goes_to_the_spare_one_and_is_found_there(
+    inputs, whole, tmp_path, capsys, refused, after_step
+):
+    refused(lambda path: "spare" not in path.parts)
+    after_step(10, crash)
+    assert train(inputs, tmp_path, spare_checkpoint_dir=tmp_path / "spare", keep_last=1) == errors.BUG.code
+    (spare,) = (tmp_path / "spare").glob("run_*/checkpoints")
+    assert [path.name for path in spare.iterdir()] == ["step_00000008"]
+    assert locate(tmp_path / "run").path == spare / "step_00000008"
+    assert locate(spare.parent).step == 8
+    refused(lambda _path: False)
+    capsys.readouterr()
+    assert train(inputs, tmp_path, keep_last=1) == 0
+    assert "steps 8 -> 12" in capsys.readouterr().out
+    assert names(tmp_path / "run") == ["step_00000012"]
+    assert not list(spare.iterdir())
+    spare.rmdir()
+    assert train(inputs, tmp_path) == 0
+    assert f"note: {spare}, where --spare_checkpoint_dir let the run save, is not there" in capsys.readouterr().out
+    torch.testing.assert_close(locate(tmp_path / "run").tensors("model"), locate(whole).tensors("model"))
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_run_folder_that_vanishes_is_not_made_anew(inputs, tmp_path, capsys, refused, after_step, spare):
+    """As if its file system had been unmounted: what would be written there now, nobody would find."""
+    refused(lambda _path: False)
+    folder, moved = tmp_path / "out" / "run", tmp_path / "moved"
+    after_step(6, lambda _state: (folder.rename(moved), folder.mkdir()))
+    options = {"spare_checkpoint_dir": tmp_path / "spare"} if spare else {}
+    code, said = train(inputs, tmp_path / "out", max_failed_saves=1, **options), capsys.readouterr()
+    assert f"{folder} is not the folder that the run has opened" in (said.out if spare else said.err)
+    assert code == (0 if spare else errors.HARDWARE.code)
+    assert not (folder / "checkpoints").exists()
+    assert names(moved) == ["step_00000004"]
+    assert len(training_lines(moved)) == (12 if spare else 8)
+    shutil.rmtree(folder)
+    moved.rename(folder)  # mounted again
+    assert locate(folder).step == (12 if spare else 4)
+
+
+@pytest.mark.parametrize("part", ["model", "ema", "optimizer"])
+def test_nothing_that_is_not_finite_is_saved(inputs, tmp_path, capsys, after_step, part):
+    def spoil(state) -> None:
+        parameter = next(iter(state.model.parameters()))
+        moments = state.optimizer.state[parameter]["exp_avg_sq"]
+        next(iter({"model": [parameter.data], "ema": state.ema.state_dict().values(), "optimizer": [moments]}[part]))[
+            0
+        ] = math.nan
+
+    after_step(8, spoil)
+    assert train(inputs, tmp_path, keep_last=1) == errors.NOT_FINITE.code
+    error = capsys.readouterr().err
+    assert f"step 8, before its checkpoint: {part}/" in error
+    assert f"the last good checkpoint is {tmp_path}/run/checkpoints/step_00000004" in error
+    assert names(tmp_path / "run") == ["step_00000004"]
+
+
+# What else a start says
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint_is_and_gaps_are_told(
+    inputs, tmp_path, capsys, monkeypatch, after_step
+):
+    events, fsync, rename = [], os.fsync, os.rename
+
+    def synced(descriptor: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        events.append(Path(target).name)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    after_step(6, stop)
+    train(inputs, tmp_path, validate_every=5, validation_samples=1)
+    last = events.index("step_00000006")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert events.index("step_00000004") < last - events[last::-1].index(name) < last
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join(line for line in lines if not line.startswith((b'{"step": 2,', b'{"step": 6,'))))
+    capsys.readouterr()
+    assert train(inputs, tmp_path) == 0
+    assert f"note: {metrics} lacks 2 steps, the first of them 2" in capsys.readouterr().out
+    assert read_run(metrics).gaps == ["run: its metrics lack 2 training steps between the first and the last."]
+
+
+def test_a_copied_run_is_another_run_and_a_moved_one_is_not(inputs, whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000012")
+    assert train(inputs, tmp_path) == 0
+    assert f"is a copy of {whole}: it gets a wandb run of its own" in capsys.readouterr().out
+
+    def run_id(folder: Path) -> str:
+        return json.loads((folder / "config.json").read_text())["wandb_id"]
+
+    copied = run_id(tmp_path / "run")
+    assert copied != run_id(whole)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved" / "checkpoints" / "step_00000012")
+    assert train(inputs, tmp_path, "moved") == 0
+    assert run_id(tmp_path / "moved") == copied
+    assert "wandb run of its own" not in capsys.readouterr().out
+
+
+def test_what_a_branch_changes_is_told(inputs, whole, tmp_path, capsys):
+    model = {**json.loads((inputs / "model.json").read_text()), "hidden_dropout_prob": 0.0}
+    (tmp_path / "model.json").write_text(json.dumps(model))
+    shards = sorted((inputs / "train").glob("*.shard"))
+    changed = {"config_file": tmp_path / "model.json", "optimizer": "adamw", "train_path": shards[0]}
+    back = whole / "checkpoints" / "step_00000008"
+    assert train(inputs, tmp_path, resume=back, **changed) == 0
+    said = capsys.readouterr().out
+    for change in ("hidden_dropout_prob was 0.1 and is now 0.0", "holds other data", "the moments of the old one"):
+        assert re.search(f"note: branching off with a change: .*{change}", said), change
+    (tmp_path / "model.json").write_text(json.dumps({**model, "hidden_size": 48}))
+    assert train(inputs, tmp_path, "other", resume=back, **changed) == 2
+    assert "does not fit checkpoint" in capsys.readouterr().err
+
+
+def test_a_file_system_that_cannot_flush_folders_is_used_all_the_same(tmp_path, monkeypatch):
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    number = errno.EINVAL
+    assert write_checkpoint(tmp_path, 1, TENSORS, {}, {}).is_dir()
+    number = errno.EIO
+    with pytest.raises(SaveError):
+        write_checkpoint(tmp_path, 2, TENSORS, {}, {})

@@ -36,6 +36,7 @@ _PLACES = {
     "output_dir",
     "resume",
     "checkpoint_filename",
+    "spare_checkpoint_dir",
     "HYBRID_KERNEL_CACHE",
 }
 

@@ -25,7 +25,7 @@ from data.files import sync_folder, take_folder_mode, write_atomically
 from data.shards import sha256_file
 from model import LTGBert, ModelConfig
 from model_extra import build_model
-from training.checkpoint_names import ABANDONED, folder_name, list_checkpoints, step_of
+from training.checkpoint_names import ABANDONED, checkpoint_folders, folder_name, list_checkpoints, step_of
 from training.errors import HARDWARE, UserError
 
 FORMAT = 1
@@ -38,7 +38,7 @@ class CheckpointError(UserError):
 
 
 class SaveError(CheckpointError):
-    """A checkpoint could not be written; the message names the folder and what to do."""
+    """A checkpoint could not be written; the message names the folder and says why."""
 
     kind = HARDWARE
 
@@ -107,12 +107,8 @@ def write_checkpoint(
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        reason = "the disk is full" if _no_space(error) else str(error)
-        newest = next(iter(list_checkpoints(parent)), None)
-        kept = f"; {newest} is intact" if newest else ""
-        raise SaveError(
-            f"checkpoint {target} could not be written: {reason}{kept}. Free space or change --output_dir, then resume"
-        ) from error
+        reason = "the disk is full" if _no_space(error) else getattr(error, "strerror", None) or str(error)
+        raise SaveError(f"checkpoint {target} could not be written: {reason}") from error
     return target
 
 
@@ -153,10 +149,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, record)
 
 
-def find_newest(parent: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint in a folder of checkpoints, and a sentence for each newer one that is not."""
+def find_newest(*parents: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint in folders of checkpoints, and a sentence for each newer one that is not."""
     problems = []
-    for path in list_checkpoints(parent):
+    for path in list_checkpoints(*parents):
         try:
             return open_checkpoint(path), problems
         except CheckpointError as error:
@@ -178,8 +174,9 @@ def locate(path: str | Path, say: Callable[[str], None] = _say) -> Checkpoint:
         raise CheckpointError(
             f"{path} is not a folder; give a checkpoint (.../checkpoints/step_00001000) or a run folder"
         )
-    if (path / "checkpoints").is_dir():
-        found, problems = find_newest(path / "checkpoints")
+    folders = checkpoint_folders(path)
+    if folders[0].is_dir() or folders[1:]:
+        found, problems = find_newest(*folders)
         if found is None:
             raise CheckpointError("; ".join(problems) or f"run folder {path} has no checkpoint yet")
         for problem in problems:
@@ -206,9 +203,12 @@ def set_aside(parent: Path, step: int, records: Iterable[Path] = (), rename: boo
     return notes
 
 
-def prune(parent: Path, step: int, keep_last: int, keep_steps: tuple[int, ...]) -> None:
-    """Delete checkpoints up to `step`, the one just written, but the newest `keep_last` (0: all) and `keep_steps`."""
-    regular = [path for path in list_checkpoints(parent) if step_of(path) <= step and step_of(path) not in keep_steps]
+def prune(parents: Iterable[Path], step: int, keep_last: int, keep_steps: tuple[int, ...]) -> None:
+    """Delete checkpoints up to `step`, the one just written, but the newest `keep_last` (0: all) and `keep_steps`.
+
+    Raises OSError.
+    """
+    regular = [p for p in list_checkpoints(*parents) if step_of(p) <= step and step_of(p) not in keep_steps]
     for path in regular[keep_last:] if keep_last else []:
         doomed = path.with_name(f".gone_{path.name}")  # renamed first: a half-deleted folder must not look like one
         os.rename(path, doomed)

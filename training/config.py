@@ -190,6 +190,15 @@ class TrainingConfig:
     keep_last: int = _flag(
         0, "regular checkpoints to keep (0: all); those of --save_steps always stay", "records", fixed=False
     )
+    spare_checkpoint_dir: str = _flag(
+        "",
+        "folder on another disk of all hosts for checkpoints that the run folder cannot take; a resume finds them",
+        "records",
+        fixed=False,
+    )
+    max_failed_saves: int = _flag(
+        3, "failed saves in a row after which the run gives up; before, it goes on without", "records", fixed=False
+    )
     log_stats_every: int = _flag(
         100, "steps between norms of parameters and gradients by role (0: never)", "records", fixed=False
     )
@@ -304,7 +313,14 @@ def check(config: TrainingConfig) -> None:
     _require(
         "/" not in config.name and config.name not in (".", ".."), "name", config.name, "it names a folder: no slashes"
     )
-    for name in ("hybrid_denominator", "seq_length", "global_batch_size", "local_batch_size", "max_steps"):
+    for name in (
+        "hybrid_denominator",
+        "seq_length",
+        "global_batch_size",
+        "local_batch_size",
+        "max_steps",
+        "max_failed_saves",
+    ):
         _require(getattr(config, name) >= 1, name, getattr(config, name), "it must be at least 1")
     _require(config.seq_length >= 2, "seq_length", config.seq_length, "a row needs at least 2 tokens")
     for name in (

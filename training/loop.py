@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import math
 import os
 import signal
@@ -23,31 +22,23 @@ from data.loader import Loader
 from model_extra import build_model
 from slurm.preemption import StopSignals
 from training.agreement import check_same_run
-from training.checkpoint import Checkpoint, prune, write_checkpoint
-from training.checkpoint_names import folder_name, list_checkpoints, newest_step
+from training.checkpoint import Checkpoint
+from training.checkpoint_names import checkpoint_folders, list_checkpoints, newest_step
 from training.compiling import compile_layers
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.distributed import World, single_world
 from training.divergence import DivergenceError, check_ranks
 from training.ema import Ema
 from training.errors import DONE, NonFiniteError, OtherRankFailed
-from training.metrics import Recorder, keep_until, wandb_mode
+from training.metrics import Recorder, keep_until, missing_steps, wandb_mode
 from training.micro_step import MicroSteps, records_graphs
 from training.minimal_pairs import pairs_line
-from training.optimizers import load_named_state, make_optimizer, named_state
+from training.optimizers import load_named_state, make_optimizer
 from training.parallel import Gradients, share_weights
 from training.reporting import tell
-from training.setup import (
-    Inputs,
-    RunFolder,
-    check_world,
-    describe_launch,
-    find_start,
-    read_initial_weights,
-    read_inputs,
-    versions,
-    was_restarted,
-)
+from training.resume import find_start, read_initial_weights, was_restarted
+from training.saving import Saver, check_finite
+from training.setup import Inputs, RunFolder, check_world, describe_launch, read_inputs
 from training.status import FAILED, FINISHED, RUNNING, Attempt, read_status, write_status
 from training.step import StepLog, TrainState, agree, train_step, warm_up
 from training.stopping import (
@@ -182,6 +173,7 @@ class Records:
 
     folder: RunFolder
     recorder: Recorder
+    saver: Saver
     conditions: StopConditions
     status: Callable[[str, str, int], None]
 
@@ -191,52 +183,47 @@ class Records:
             self.recorder.log(entry)
             self.recorder.show(entry, last)
 
-    def saved(self, step: int, seconds: float, place: Path) -> None:
-        """Note a new checkpoint."""
+    def save(self, state: TrainState, last: bool) -> bool:
+        """Write a checkpoint and note it; False where a later one may work. Raises SaveError."""
+        began = time.monotonic()
+        self.recorder.sync()
+        place = self.saver.save(state, last)
+        if place is None:
+            return False
+        seconds = time.monotonic() - began
         self.conditions.saved(seconds)
-        self.status(RUNNING, "", step)
-        self.recorder.say(f"step {step:>6}  saved {place} in {seconds:.1f} s")
+        self.recorder.say(f"step {state.step:>6}  saved {place} in {seconds:.1f} s")
+        self.note(RUNNING, state.step)
+        return True
+
+    def note(self, state: str, step: int) -> None:
+        """Write status.json; where that fails the run is none the worse."""
+        try:
+            self.status(state, "", step)
+        except OSError as error:
+            self.recorder.say(f"note: {self.folder.path}/status.json cannot be written: {error.strerror}")
 
     def failed(self, error: BaseException) -> None:
         """Make the run's status `failed`, and leave no more than a moment for what is still to be uploaded."""
         self.recorder.hurry(failed=True)
         with suppress(OSError):
             reason = str(error) or type(error).__name__
-            self.status(FAILED, " ".join(reason.split())[:1000], newest_step(self.folder.checkpoints))
+            self.status(FAILED, " ".join(reason.split())[:1000], newest_step(*self.folder.checkpoint_folders))
 
 
-def save(state: TrainState, inputs: Inputs, world: World, records: Records | None) -> None:
-    """Write a checkpoint on rank 0; all ranks learn whether that worked. Raises DivergenceError where they differ."""
+def save(state: TrainState, inputs: Inputs, world: World, records: Records | None, last: bool) -> bool:
+    """Write a checkpoint on rank 0, the `last` of this start or not; all ranks learn whether that worked.
+
+    Raises DivergenceError or NonFiniteError for a bad state, SaveError where a later save may not help either.
+    """
     check_ranks(state, world)  # what differs must not take the place of a good checkpoint
+    check_finite(state)
 
-    def write() -> None:
+    def write() -> bool:
         assert records is not None
-        config, parent = inputs.config, records.folder.checkpoints
-        began = time.monotonic()
-        place = write_checkpoint(
-            parent,
-            state.step,
-            tensors={
-                "model": state.model.state_dict(),
-                "ema": state.ema.state_dict(),
-                "optimizer": named_state(state.optimizer, state.model),
-            },
-            record={
-                "tokens": inputs.plan.tokens_before(state.step),
-                "flags": config.to_dict(),
-                "data": inputs.data_identity,
-                "held_out": inputs.held_out_identity,
-                "versions": versions(),
-            },
-            files={
-                "config.json": json.dumps(inputs.model_config.to_dict(), indent=1).encode(),
-                "tokenizer.json": inputs.tokenizer_text.encode(),
-            },
-        )
-        prune(parent, state.step, config.keep_last, config.save_steps)
-        records.saved(state.step, time.monotonic() - began, place)
+        return records.save(state, last)
 
-    on_main(world, write)
+    return on_main(world, write)
 
 
 def checkpoint_bytes(state: TrainState) -> int:
@@ -267,7 +254,7 @@ def train(inputs: Inputs, world: World, signals: StopSignals, stack: ExitStack) 
         def open_run() -> tuple[Checkpoint | None, list[str]]:
             restarted = was_restarted(environment)
             if environment.job_id is not None:
-                step = newest_step(config.run_folder / "checkpoints")
+                step = newest_step(*checkpoint_folders(config.run_folder))
                 attempts.append(register_attempt(config.run_folder, environment, step, config.max_restarts))
             patience = _LOCK_SECONDS if restarted else 0.0
             folders.append(stack.enter_context(closing(RunFolder(config.run_folder, patience))))
@@ -314,12 +301,12 @@ def train(inputs: Inputs, world: World, signals: StopSignals, stack: ExitStack) 
         except (NonFiniteError, DivergenceError) as error:
             if not world.is_main:
                 raise OtherRankFailed from error
-            newest = next(iter(list_checkpoints(config.run_folder / "checkpoints")), None)
+            newest = next(iter(list_checkpoints(*checkpoint_folders(config.run_folder))), None)
             good = f"the last good checkpoint is {newest}" if newest else "no checkpoint was written yet"
             error.args = (f"{error}. Nothing was saved since; {good}; {error.hint}",)
             raise
         if records is not None and stop is None:
-            records.status(FINISHED, "", state.step)
+            records.note(FINISHED, state.step)
             records.recorder.publish(state.step)
         elif records is not None and stop is not None and may_requeue(stop, config, environment):
             records.recorder.preempting()
@@ -333,8 +320,8 @@ def train(inputs: Inputs, world: World, signals: StopSignals, stack: ExitStack) 
     if not world.is_main:
         return DONE  # whatever rank 0 ends with; a launcher must not end rank 0 before it has
     if stop is None:
-        place = config.run_folder / "checkpoints" / folder_name(state.step)
-        print(f"done: {config.max_steps} steps; the model is in {place}", flush=True)
+        assert records is not None
+        print(f"done: {config.max_steps} steps; the model is in {records.saver.newest}", flush=True)
         return DONE
     # The files are closed and the lock is free: from here on SLURM may start the job again.
     code, words = conclude(stop, state.step, config, environment)
@@ -355,11 +342,14 @@ def open_records(
     for path in filter(Path.exists, (folder.metrics, folder.samples)):
         if damaged := keep_until(path, step):
             print(f"note: {path} had {damaged} damaged line{'s' * (damaged > 1)}, left out now", flush=True)
+    first = ((folder.read_config() or {}).get("launches") or [{}])[0].get("start_step", 0) if step else 0
+    if missing := missing_steps(folder.metrics, first + 1, step):
+        print(f"note: {folder.metrics} lacks {len(missing)} steps, the first of them {missing[0]}", flush=True)
     wandb_id = folder.write_config(inputs, describe_launch(inputs, world, step))
     facts = {"model": inputs.model_config.to_dict(), "world_size": world.size, "data": inputs.data_identity}
     status(RUNNING, "", step)
     with closing(Recorder(config, folder.path, wandb_id, step, facts)) as recorder:
-        yield Records(folder, recorder, conditions, status)
+        yield Records(folder, recorder, Saver(folder, inputs, recorder.say), conditions, status)
 
 
 def _run_steps(
@@ -383,7 +373,7 @@ def _run_steps(
             if records is not None:
                 records.log(finished, last=True)
             if saved != state.step:
-                save(state, inputs, world, records)
+                save(state, inputs, world, records, last=True)
             return most_urgent(world.gather(wish))
 
         done = train_step(state, inputs, world, batch, targets)
@@ -408,8 +398,7 @@ def _run_steps(
             if records is not None:
                 records.recorder.log(metrics)
                 records.recorder.say(pairs_line(metrics, inputs.pairs))
-        if saves:
-            save(state, inputs, world, records)
+        if saves and save(state, inputs, world, records, last=state.step == config.max_steps):
             saved = state.step
         if validates or evaluates or saves:
             log.restart_clock()

@@ -50,6 +50,12 @@ def keep_until(path: Path, step: int) -> int:
     return damaged
 
 
+def missing_steps(path: Path, first: int, last: int) -> list[int]:
+    """The training steps from `first` to `last` that a metrics.jsonl does not tell of."""
+    told = {record["step"] for record in read_metrics(path) if "train/loss" in record}
+    return [step for step in range(first, last + 1) if step not in told]
+
+
 class Recorder:
     """Writes metrics, samples and the final report of rank 0; on other ranks nothing calls it.
 
@@ -86,6 +92,15 @@ class Recorder:
             self.problem = f"{self._folder / SAMPLES} cannot be written: {error.strerror}"
         if self._wandb is not None and samples:
             self._wandb.log(_sample_tables(samples), step=samples[-1]["step"])
+
+    def sync(self) -> None:
+        """Have metrics and samples on the disk, so that no checkpoint is newer than they are after a crash."""
+        try:
+            os.fsync(self._file.fileno())
+            with suppress(FileNotFoundError), (self._folder / SAMPLES).open("rb") as samples:
+                os.fsync(samples.fileno())
+        except OSError as error:
+            self.problem = f"{self._file.name} cannot be written: {error.strerror}"
 
     def publish(self, step: int) -> None:
         """Write the finished run's report.html, and give it and its figures to wandb; what fails is only told."""

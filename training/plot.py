@@ -75,6 +75,16 @@ class Run:
     series: dict[str, dict[int, float]] = field(default_factory=dict)
     skipped_lines: int = 0
 
+    @property
+    def gaps(self) -> list[str]:
+        """What its file does not tell, as sentences."""
+        found, steps = [], self.series.get("train/loss", {})
+        if self.skipped_lines:
+            found.append(f"{self.name}: {self.skipped_lines} lines were no JSON object with a step; left out.")
+        if missing := max(steps, default=0) - min(steps, default=1) + 1 - len(steps):
+            found.append(f"{self.name}: its metrics lack {missing} training steps between the first and the last.")
+        return found
+
     def last(self, key: str) -> float | None:
         """Return the newest value of a metric, or None where it was never recorded."""
         values = self.series.get(key)
@@ -163,11 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         runs = read_runs(options.runs)
-        for run in runs:
-            if run.skipped_lines:
-                print(
-                    f"{run.name}: {run.skipped_lines} lines were no JSON object with a step; left out.", file=sys.stderr
-                )
+        for gap in (gap for run in runs for gap in run.gaps):
+            print(gap, file=sys.stderr)
         output = Path(options.output) if options.output else default_output(options.runs)
         draw(runs, output, options.x)
     except (PlotError, OSError) as error:

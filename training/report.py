@@ -129,12 +129,8 @@ def check(options: argparse.Namespace, output: Path) -> None:
 
 def write(records: list[RunRecord], output: Path, refresh: float = 0.0) -> None:
     """Write the page, which appears complete or not at all. Raises OSError."""
-    for record in records:
-        if record.run.skipped_lines:
-            print(
-                f"{record.name}: {record.run.skipped_lines} lines were no JSON object with a step; left out.",
-                file=sys.stderr,
-            )
+    for gap in (gap for record in records for gap in record.run.gaps):
+        print(gap, file=sys.stderr)
     write_atomically(output, page(records, refresh).encode(errors="replace"))  # half a surrogate pair is no text
 
 

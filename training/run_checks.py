@@ -24,7 +24,8 @@ from training.checkpoint import list_checkpoints
 from training.checks import FAIL, OK, WARN, Facts, Row, count, ranks_text, size_text, time_text
 from training.config import ConfigError
 from training.loop import due
-from training.setup import Inputs, RunView, find_start, was_restarted
+from training.resume import find_start, was_restarted
+from training.setup import Inputs, RunView
 
 # Beyond these a row is WARN. Times are in seconds.
 _SAVE_SECONDS = 120.0  # a checkpoint has to fit between a signal and the end of the job
@@ -57,7 +58,8 @@ def measure_run(inputs: Inputs, environment: Environment) -> dict[str, Any]:
                 ) from None
             except OSError:
                 pass  # a row of its own
-    cut_off = sorted(path.name for p in (".tmp", ".old", ".gone") for path in view.checkpoints.glob(f"{p}_step_*"))
+    places = view.checkpoint_folders
+    cut_off = sorted(p.name for kind in ("tmp", "old", "gone") for f in places for p in f.glob(f".{kind}_step_*"))
     checkpoint, notes = find_start(view, inputs, was_restarted(environment), environment.job_id, mend=False)
     return {
         "used": view.used,
@@ -65,7 +67,7 @@ def measure_run(inputs: Inputs, environment: Environment) -> dict[str, Any]:
         "checkpoint": str(checkpoint.path) if checkpoint else None,
         "notes": notes,
         "cut_off": cut_off,
-        "saved": len(list_checkpoints(view.checkpoints)),
+        "saved": len(list_checkpoints(*places)),
     }
 
 

@@ -30,20 +30,10 @@ from data.masking import MaskingOptions
 from data.plan import DataPlan, resolve_split
 from data.shards import tokenizer_hash
 from model import ModelConfig, ModelConfigError
-from slurm.environment import Environment
 from training import kernel_report
-from training.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    clean,
-    find_newest,
-    locate,
-    rows_begin_with_bos,
-    set_aside,
-    training_flags,
-)
-from training.checkpoint_names import ABANDONED, list_checkpoints
-from training.config import ConfigError, TrainingConfig, differences
+from training.checkpoint import SaveError, rows_begin_with_bos, training_flags
+from training.checkpoint_names import checkpoint_folders, copied_from, list_checkpoints
+from training.config import ConfigError, TrainingConfig
 from training.distributed import World
 from training.heartbeat import Owner
 from training.minimal_pairs import PairScorer, read_pair_sets
@@ -262,9 +252,16 @@ class RunView:
         self.config = path / "config.json"
 
     @property
+    def checkpoint_folders(self) -> list[Path]:
+        """Where its checkpoints may be, its own folder first."""
+        return checkpoint_folders(self.path)
+
+    @property
     def used(self) -> bool:
         """Whether a run has left checkpoints or metrics here."""
-        return bool(list_checkpoints(self.checkpoints)) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
+        return bool(list_checkpoints(*self.checkpoint_folders)) or (
+            self.metrics.exists() and self.metrics.stat().st_size > 0
+        )
 
     def read_config(self) -> dict[str, Any] | None:
         """The config.json of an earlier start; None where there is none. Raises ConfigError where it is damaged."""
@@ -284,6 +281,7 @@ class RunFolder(RunView):
         super().__init__(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
             self._lock = (path / ".lock").open("a+")
         except OSError as error:
             raise ConfigError(f"--output_dir: {path} cannot be written: {error.strerror}") from error
@@ -291,6 +289,7 @@ class RunFolder(RunView):
         if holder := self._acquire(patience):
             self._lock.close()
             raise ConfigError(f"--name: {holder} is training in {path}; wait for it or take another name")
+        self._held = {place: os.open(place, os.O_RDONLY) for place in (path, self.checkpoints)}
 
     def _acquire(self, patience: float) -> str:
         """Take the folder, by its lock or as its owner; who has it, where that stays another process."""
@@ -314,7 +313,11 @@ class RunFolder(RunView):
     def write_config(self, inputs: Inputs, launch: dict[str, Any]) -> str:
         """Write or extend config.json; returns the run's wandb id."""
         old = self.read_config() or {}
+        if original := copied_from(self.path, old):
+            print(f"note: {self.path} is a copy of {original}: it gets a wandb run of its own", flush=True)
+            old = {**old, "wandb_id": None, "spare_checkpoints": []}
         wandb_id = old.get("wandb_id") or secrets.token_hex(4)
+        spare = self._spare(inputs.config, wandb_id, old.get("spare_checkpoints", []))
         corpus = inputs.corpus
         content = {
             "flags": inputs.config.to_dict(),
@@ -328,25 +331,52 @@ class RunFolder(RunView):
             },
             "versions": versions(),
             "git_commit": git_commit(),
+            "folder": str(self.path.resolve()),
             "wandb_id": wandb_id,
+            "spare_checkpoints": spare,
             "launches": [*old.get("launches", []), launch],
         }
         write_atomically(self.config, json.dumps(content, indent=1).encode())
         write_atomically(self.path / "tokenizer.json", inputs.tokenizer_text.encode())
         return wandb_id
 
+    def _spare(self, config: TrainingConfig, run_id: str, known: list[str]) -> list[str]:
+        """Every folder that --spare_checkpoint_dir has meant for this run, the present one last. Raises ConfigError."""
+        if not config.spare_checkpoint_dir:
+            return known
+        spare = Path(config.spare_checkpoint_dir).resolve() / f"{config.name}_{run_id}" / "checkpoints"
+        try:
+            spare.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"--spare_checkpoint_dir: {spare} cannot be written: {error.strerror}"
+            if not known:
+                raise ConfigError(problem) from error
+            print(f"note: {problem}", flush=True)  # it was fit when the run began; the run can do without for now
+        return [*(path for path in known if path != str(spare)), str(spare)]
+
+    def check(self) -> None:
+        """Raise SaveError where the folder is not the one that was opened: what is written there now would be lost."""
+        for place, descriptor in self._held.items():
+            try:
+                same, reason = (
+                    os.path.samestat(os.fstat(descriptor), place.stat()),
+                    "it was unmounted, moved or replaced",
+                )
+            except OSError as error:
+                same, reason = False, error.strerror
+            if not same:
+                raise SaveError(f"{place} is not the folder that the run has opened: {reason}")
+
     def close(self) -> None:
         """Release the folder."""
         self._owner.release()
         self._lock.close()
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held = {}
 
 
-def was_restarted(environment: Environment) -> bool:
-    """Whether SLURM or torchrun has started this very command before."""
-    return environment.restart_count > 0 or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
-def _origin(config: TrainingConfig) -> str | None:
+def origin(config: TrainingConfig) -> str | None:
     """The full path that --resume or --checkpoint_filename names, None where it names none."""
     wish = config.checkpoint_filename or config.resume
     return None if wish in ("auto", "never") else str(Path(wish).resolve())
@@ -367,134 +397,5 @@ def describe_launch(inputs: Inputs, world: World, start_step: int) -> dict[str, 
         "device": name,
         "kernels": kernel_report.line(kernel_report.missing(inputs.config, inputs.model_config, device)),
         "start_step": start_step,
-        "resumed_from": _origin(inputs.config),
+        "resumed_from": origin(inputs.config),
     }
-
-
-def find_start(
-    folder: RunView, inputs: Inputs, restarted: bool = False, job_id: str | None = None, mend: bool = True
-) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint to go on from (None: start anew) and notes for the user.
-
-    Newer checkpoints of the run are set aside. mend: without, nothing is changed on the disk.
-    restarted: this very command has been started before, in SLURM's job `job_id` or by torchrun.
-    Raises ConfigError or CheckpointError where the request and what is there do not fit together.
-    """
-    config = inputs.config
-    if mend:
-        clean(folder.checkpoints)
-    wish = config.checkpoint_filename or config.resume
-    earlier = folder.read_config() if folder.used else None
-    began, again = _granted(config, earlier, job_id if restarted else "")
-    notes: list[str] = []
-    if restarted and wish == "never":
-        wish = "auto"
-    elif (began or again) and list_checkpoints(folder.checkpoints):
-        notes = [f"{folder.path} went on from --resume {wish!r} before: it goes on from its own newest checkpoint"]
-        wish = "auto"
-    if wish == "never":
-        if folder.used:
-            raise ConfigError(
-                f"--resume never: {folder.path} holds a run already; take another --name or --resume auto"
-            )
-        return None, []
-    if wish != "auto" and Path(wish).is_file():
-        raise ConfigError(
-            f"--resume {wish!r} is a file, not a checkpoint folder; "
-            "preprocessing/import_gpt_bert.py turns a published checkpoint into model weights"
-        )
-    same_run = True
-    if wish == "auto":
-        checkpoint, problems = find_newest(folder.checkpoints)
-        if checkpoint is None and list_checkpoints(folder.checkpoints):
-            raise ConfigError(f"--resume auto: no checkpoint in {folder.path} is whole: {'; '.join(problems)}")
-        notes += problems
-    else:
-        try:
-            checkpoint = locate(wish, notes.append)
-        except CheckpointError as error:
-            raise ConfigError(f"--resume: {error}") from error
-        place, homes = checkpoint.path.resolve(), (folder.path.resolve(), folder.checkpoints.resolve())
-        same_run = any(place.is_relative_to(home) for home in homes)  # checkpoints/ may be a link to another disk
-        if same_run and place.name.startswith(ABANDONED):
-            raise ConfigError(
-                f"--resume {wish!r}: the run has left this checkpoint; branch off from it with --name NEW, or rename it"
-            )
-        if folder.used and not same_run and not began:
-            raise ConfigError(f"--resume {wish!r}: {folder.path} holds another run already; take another --name")
-    flags = earlier["flags"] if earlier and same_run else checkpoint.record["flags"] if checkpoint else None
-    if flags is not None:
-        changed = differences(flags, config)
-        if changed and same_run:
-            raise ConfigError(
-                f"{folder.path} holds a run with other settings ({'; '.join(changed)}); repeat them, take another "
-                "--name, or branch off with --resume CHECKPOINT --name NEW"
-            )
-        notes += [f"branching off with a change: {change}" for change in changed]
-        if "row_start" not in flags and not config.row_start:
-            notes.append("rows do not begin with <s>, as this run began (a new run's do; --no-row_start)")
-    if checkpoint is not None:
-        _check_fit(checkpoint, inputs, same_run)
-        notes += set_aside(folder.checkpoints, checkpoint.step, (folder.metrics, folder.samples), rename=mend)
-    return checkpoint, notes
-
-
-def _granted(config: TrainingConfig, earlier: dict[str, Any] | None, job_id: str | None) -> tuple[bool, bool]:
-    """Whether the run began, and whether job `job_id` last went on, where --resume PATH says.
-
-    The same command, given again after a kill, then goes on with what became of it. job_id: "" for a first start.
-    """
-    origin, launches = _origin(config), (earlier or {}).get("launches") or [{}]
-    began, last = (launches[n].get("resumed_from") == origin is not None for n in (0, -1))
-    return began, last and launches[-1].get("job_id") == job_id
-
-
-def read_initial_weights(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """The weights that --initial_weights names. Raises ConfigError where they are not there or of another model."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = Path(inputs.config.initial_weights)
-    if (path / "checkpoints").is_dir():
-        path = locate(path).path
-    file = path / "model.safetensors" if path.is_dir() else path
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"--initial_weights: {file} cannot be read as weights: {error}") from error
-
-
-def _check_fit(checkpoint: Checkpoint, inputs: Inputs, same_run: bool) -> None:
-    """Refuse a checkpoint of another model, data or length. Raises ConfigError."""
-    saved = ModelConfig.from_json(checkpoint.path / "config.json")
-    if saved != inputs.model_config:
-        old, new = saved.to_dict(), inputs.model_config.to_dict()
-        changed = ", ".join(f"{key} {old[key]!r} -> {new[key]!r}" for key in new if old.get(key) != new[key])
-        raise ConfigError(f"--config_file does not fit checkpoint {checkpoint.path}: {changed}")
-    if same_run:
-        _check_data(checkpoint, inputs)
-    if checkpoint.step > inputs.config.max_steps:
-        raise ConfigError(
-            f"--max_steps is {inputs.config.max_steps} but {checkpoint.path} has done {checkpoint.step} steps already"
-        )
-
-
-def _check_data(checkpoint: Checkpoint, inputs: Inputs) -> None:
-    """Refuse to go on with other shards, or with another held-out set under the same names. Raises ConfigError."""
-    record, config = checkpoint.record, inputs.config
-    remedy = "restore it, or branch off with --resume CHECKPOINT --name NEW"
-    early = "held_out" not in record  # of a version that hashed only the ends of the shards
-    if early and inputs.corpus.sampled:
-        raise ConfigError(
-            f"--train_path {config.train_path!r} has fractions, for which {checkpoint.path} took documents in stored "
-            "order, where a keyed sample is taken now; branch off with --resume CHECKPOINT --name NEW"
-        )
-    if record["data"] != (inputs.corpus.first_identity() if early else inputs.data_identity):
-        raise ConfigError(
-            f"--train_path {config.train_path!r} is not the data that {checkpoint.path} was trained on; {remedy}"
-        )
-    if not early and record["held_out"] and inputs.held_out_identity not in ("", record["held_out"]):
-        raise ConfigError(
-            f"--valid_path {config.valid_path!r} is not the data that the run of {checkpoint.path} was validated on; "
-            + remedy
-        )

@@ -1,0 +1,175 @@
+"""Where a run goes on: the checkpoint that --resume means, whether it fits, and what becomes of newer ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model import ModelConfig
+from slurm.environment import Environment
+from training.checkpoint import Checkpoint, CheckpointError, clean, find_newest, locate, set_aside
+from training.checkpoint_names import ABANDONED, list_checkpoints
+from training.config import ConfigError, TrainingConfig, differences
+from training.setup import Inputs, RunView, origin
+
+_WITHOUT_WEIGHTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")  # of a model: a branch may change them
+
+
+def was_restarted(environment: Environment) -> bool:
+    """Whether SLURM or torchrun has started this very command before."""
+    return environment.restart_count > 0 or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def find_start(
+    folder: RunView, inputs: Inputs, restarted: bool = False, job_id: str | None = None, mend: bool = True
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to go on from (None: start anew) and notes for the user.
+
+    Newer checkpoints of the run are set aside. mend: without, nothing is changed on the disk.
+    restarted: this very command has been started before, in SLURM's job `job_id` or by torchrun.
+    Raises ConfigError or CheckpointError where the request and what is there do not fit together.
+    """
+    config, places = inputs.config, folder.checkpoint_folders
+    if mend:
+        for place in places:
+            clean(place)
+    lost = [place for place in places[1:] if not place.is_dir()]
+    notes = [f"{place}, where --spare_checkpoint_dir let the run save, is not there" for place in lost]
+    wish = config.checkpoint_filename or config.resume
+    earlier = folder.read_config() if folder.used else None
+    began, again = _granted(config, earlier, job_id if restarted else "")
+    if restarted and wish == "never":
+        wish = "auto"
+    elif (began or again) and list_checkpoints(*places):
+        notes.append(f"{folder.path} went on from --resume {wish!r} before: it goes on from its own newest checkpoint")
+        wish = "auto"
+    if wish == "never":
+        if folder.used:
+            raise ConfigError(
+                f"--resume never: {folder.path} holds a run already; take another --name or --resume auto"
+            )
+        return None, []
+    if wish == "auto":
+        same_run, (checkpoint, problems) = True, find_newest(*places)
+        if checkpoint is None and problems:
+            raise ConfigError(f"--resume auto: no checkpoint in {folder.path} is whole: {'; '.join(problems)}")
+        notes += problems
+    else:
+        checkpoint, same_run = _named(wish, folder, notes)
+        if folder.used and not same_run and not began:
+            raise ConfigError(f"--resume {wish!r}: {folder.path} holds another run already; take another --name")
+    flags = earlier["flags"] if earlier and same_run else checkpoint.record["flags"] if checkpoint else None
+    changed = differences(flags, config) if flags is not None else []
+    if changed and same_run:
+        raise ConfigError(
+            f"{folder.path} holds a run with other settings ({'; '.join(changed)}); repeat them, take another "
+            "--name, or branch off with --resume CHECKPOINT --name NEW"
+        )
+    if flags is not None and "row_start" not in flags and not config.row_start:
+        notes.append("rows do not begin with <s>, as this run began (a new run's do; --no-row_start)")
+    if checkpoint is not None:
+        changed += _check_fit(checkpoint, inputs, same_run)
+        for place in places:
+            notes += set_aside(place, checkpoint.step, (folder.metrics, folder.samples), rename=mend)
+    return checkpoint, notes + [f"branching off with a change: {change}" for change in changed]
+
+
+def _granted(config: TrainingConfig, earlier: dict[str, Any] | None, job_id: str | None) -> tuple[bool, bool]:
+    """Whether the run began, and whether job `job_id` last went on, where --resume PATH says.
+
+    The same command, given again after a kill, then goes on with what became of it. job_id: "" for a first start.
+    """
+    path, launches = origin(config), (earlier or {}).get("launches") or [{}]
+    began, last = (launches[n].get("resumed_from") == path is not None for n in (0, -1))
+    return began, last and launches[-1].get("job_id") == job_id
+
+
+def _named(path: str, folder: RunView, notes: list[str]) -> tuple[Checkpoint, bool]:
+    """The checkpoint that --resume names, and whether it is of the run in `folder`. Adds to `notes`."""
+    if Path(path).is_file():
+        raise ConfigError(
+            f"--resume {path!r} is a file, not a checkpoint folder; "
+            "preprocessing/import_gpt_bert.py turns a published checkpoint into model weights"
+        )
+    try:
+        checkpoint = locate(path, notes.append)
+    except CheckpointError as error:
+        raise ConfigError(f"--resume: {error}") from error
+    if "optimizer.safetensors" not in checkpoint.record["files"]:
+        raise ConfigError(f"--resume {path!r} holds weights alone; --initial_weights starts from them")
+    place = checkpoint.path.resolve()
+    homes = [home.resolve() for home in (folder.path, *folder.checkpoint_folders)]  # links to another disk among them
+    same_run = any(place.is_relative_to(home) for home in homes)
+    if same_run and place.name.startswith(ABANDONED):
+        raise ConfigError(
+            f"--resume {path!r}: the run has left this checkpoint; branch off from it with --name NEW, or rename it"
+        )
+    return checkpoint, same_run
+
+
+def read_initial_weights(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """The weights that --initial_weights names. Raises ConfigError where they are not there or of another model."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(inputs.config.initial_weights)
+    if (path / "checkpoints").is_dir():
+        path = locate(path).path
+    file = path / "model.safetensors" if path.is_dir() else path
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"--initial_weights: {file} cannot be read as weights: {error}") from error
+
+
+def _check_fit(checkpoint: Checkpoint, inputs: Inputs, same_run: bool) -> list[str]:
+    """What a branch changes besides its flags. Refuses a checkpoint of another model or length, or, within a run, of
+    other data. Raises ConfigError."""
+    old = ModelConfig.from_json(checkpoint.path / "config.json").to_dict()
+    new = inputs.model_config.to_dict()
+    keys = [key for key in new if old.get(key) != new[key]]
+    changed = [f"{key} was {old[key]!r} and is now {new[key]!r}" for key in keys]
+    if keys and (same_run or not set(keys) <= set(_WITHOUT_WEIGHTS)):
+        raise ConfigError(f"--config_file does not fit checkpoint {checkpoint.path}: {', '.join(changed)}")
+    if same_run:
+        _check_data(checkpoint, inputs)
+    if checkpoint.step > inputs.config.max_steps:
+        raise ConfigError(
+            f"--max_steps is {inputs.config.max_steps} but {checkpoint.path} has done {checkpoint.step} steps already"
+        )
+    if same_run:
+        return []
+    if _saved_data(checkpoint, inputs) != checkpoint.record["data"]:
+        changed.append(f"--train_path {inputs.config.train_path!r} holds other data")
+    if checkpoint.record["flags"].get("optimizer", inputs.config.optimizer) != inputs.config.optimizer:
+        changed.append("the new optimizer starts from the moments of the old one, which it scales otherwise")
+    return changed
+
+
+def _saved_data(checkpoint: Checkpoint, inputs: Inputs) -> str:
+    """The identity of today's training data, as the version that wrote the checkpoint would have computed it."""
+    early = "held_out" not in checkpoint.record  # of a version that hashed only the ends of the shards
+    return inputs.corpus.first_identity() if early else inputs.data_identity
+
+
+def _check_data(checkpoint: Checkpoint, inputs: Inputs) -> None:
+    """Refuse to go on with other shards, or with another held-out set under the same names. Raises ConfigError."""
+    record, config = checkpoint.record, inputs.config
+    remedy = "restore it, or branch off with --resume CHECKPOINT --name NEW"
+    if "held_out" not in record and inputs.corpus.sampled:
+        raise ConfigError(
+            f"--train_path {config.train_path!r} has fractions, for which {checkpoint.path} took documents in stored "
+            "order, where a keyed sample is taken now; branch off with --resume CHECKPOINT --name NEW"
+        )
+    if record["data"] != _saved_data(checkpoint, inputs):
+        raise ConfigError(
+            f"--train_path {config.train_path!r} is not the data that {checkpoint.path} was trained on; {remedy}"
+        )
+    if record.get("held_out") and inputs.held_out_identity not in ("", record["held_out"]):
+        raise ConfigError(
+            f"--valid_path {config.valid_path!r} is not the data that the run of {checkpoint.path} was validated on; "
+            + remedy
+        )
