@@ -222,6 +222,13 @@ class GPTBertForMaskedLM(GPTBertLanguageModel):
 class GPTBertForCausalLM(GPTBertLanguageModel, GenerationMixin):
     """Causal language model: logits i are those of token i + 1."""
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, which only warns of prompts that end in padding, and then continues the padding."""
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.ndim == 2 and bool((mask[:, -1] == 0).any()):
+            raise ValueError('prompts end in padding: tokenise them with padding_side="left" for generate().')
+        return super().generate(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
     @can_return_tuple
     def forward(
         self,

@@ -226,7 +226,7 @@ def tokenizer_configuration(longest: int) -> dict[str, Any]:
     """tokenizer_config.json.
 
     Padding stands on the right, so that states [:, 0] are those of <s>: on the left, where generation needs it, that is
-    silently wrong. Text-generation pipelines and lm-eval turn it themselves, and generate() warns of it.
+    silently wrong. Pipelines of transformers 5 and lm-eval turn it themselves, and generate() refuses the other side.
     """
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -226,6 +226,8 @@ def test_generation_with_and_without_cache_and_padding(folders, form):
         for text, found in zip(SENTENCES, cached.tolist(), strict=True):
             expected = greedy(model, tokenizer(text).input_ids, 30)
             assert [token for token in found if token != PAD] == expected
+    with pytest.raises(ValueError, match='padding_side="left"'):
+        causal.generate(**tokenizer(SENTENCES, return_tensors="pt", padding=True), **options)
     beams = causal.generate(**inputs, max_new_tokens=8, num_beams=3, do_sample=False)
     assert torch.equal(
         causal.generate(**inputs, max_new_tokens=8, num_beams=3, do_sample=False, use_cache=False), beams
