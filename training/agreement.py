@@ -23,7 +23,8 @@ from training.distributed import World
 from training.setup import Inputs, git_commit, versions
 
 _ROOT = Path(__file__).resolve().parent.parent
-_CODE = ("*.py", "data/*.py", "ops/*.py", "ops/cuda/*", "slurm/*.py", "training/*.py")  # what a training run imports
+# What a training run imports.
+_CODE = ("model*.py", "data/*.py", "ops/*.py", "ops/cuda/*", "slurm/*.py", "training/*.py")
 # Flags and variables that name places, which may differ from host to host: what is read there is compared instead.
 # Only rank 0 looks for a checkpoint and writes the run folder, and all ranks start from its weights.
 _PLACES = {
@@ -34,9 +35,9 @@ _PLACES = {
     "evaluate_data",
     "initial_weights",
     "output_dir",
+    "spare_checkpoint_dir",
     "resume",
     "checkpoint_filename",
-    "spare_checkpoint_dir",
     "HYBRID_KERNEL_CACHE",
 }
 

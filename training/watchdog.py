@@ -68,9 +68,8 @@ class Watchdog:
     def _work(self) -> None:
         while True:
             waits, asked = self._world.place.waits(), False
-            with suppress(
-                RuntimeError
-            ):  # a store that is gone: its keeper hangs, or has ended as this rank is about to
+            # A store that does not answer: its keeper hangs, or has ended as this rank is about to.
+            with suppress(RuntimeError):
                 self._meeting.post(f"beat/{self._world.rank}", where(self._world))
                 asked = self._meeting.look("hang") is not None
             if asked or waits > (self._long if self._world.place.patient else self._short):
