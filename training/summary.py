@@ -10,19 +10,25 @@ from model import ModelConfig
 from training import kernel_report
 from training.checks import count
 from training.distributed import World
+from training.memory import memory_estimate
 from training.setup import Inputs
 
-# Dense bf16 matrix rates in FLOP/s, from the vendors' data sheets, by what the device's name contains.
-_PEAK_FLOPS = (
-    ("H200", 989e12),
-    ("H100", 989e12),
-    ("GH200", 989e12),
-    ("B200", 2250e12),
-    ("A100", 312e12),
-    ("L40S", 362e12),
-    ("MI300X", 1307e12),
-    ("MI250X", 383e12),
-)
+# Dense bf16 matrix rates in FLOP/s of what a rank has, from the vendors' data sheets, by what the device's name
+# contains; the longest name that fits counts. A card of the MI250 kind is two devices, each with half of its rate.
+_PEAK_FLOPS = {
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "MI300X": 1307e12,
+    "MI250": 181e12,
+    "MI250X": 191.5e12,
+}
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -30,7 +36,8 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((rate for key, rate in _PEAK_FLOPS if key in name), None)
+    fitting = [key for key in _PEAK_FLOPS if key in name]
+    return _PEAK_FLOPS[max(fitting, key=len)] if fitting else None
 
 
 def flops_per_token(config: ModelConfig, row_length: int, target_share: float) -> float:
@@ -51,23 +58,6 @@ def target_share(inputs: Inputs, step: int) -> float:
     plan = inputs.plan.step(step)
     masked = plan.masked_rows / plan.rows
     return masked * plan.mask_p + (1 - masked)
-
-
-def memory_estimate(inputs: Inputs, parameters: int, mixed_precision: bool) -> float:
-    """Rough peak memory of one device in bytes: states, and activations of the largest micro-batch.
-
-    Weights, gradient, two moments and EMA take 20 bytes a parameter. Activations are counted as what the reference
-    model keeps per token for its backward pass.
-    """
-    config, flags = inputs.model_config, inputs.config
-    longest = inputs.plan.longest_row
-    rows = micro_batch_rows(flags.local_batch_size, flags.seq_length, longest)
-    size = 2 if mixed_precision else 4
-    per_layer = (16 * config.hidden_size + 6 * config.intermediate_size) * size + 8 * config.hidden_size
-    scores = config.num_attention_heads * (longest * (2 * size + 5) + 4 * config.position_bucket_size * size)
-    share = max(target_share(inputs, step) for step in (0, flags.max_steps - 1))
-    head = share * config.vocab_size * (size + 12)
-    return 20.0 * parameters + rows * longest * (config.num_hidden_layers * (per_layer + scores) + head)
 
 
 def _bytes(count: float) -> str:
@@ -117,10 +107,13 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, mixed_pr
     ratio = f"{config.hybrid_numerator}/{config.hybrid_denominator}"
     if config.numerator_end not in (None, config.hybrid_numerator):
         ratio += f" -> {config.numerator_end}/{config.hybrid_denominator}"
+    missing = kernel_report.missing(config, model, world.device)
+    absent = {name for name, reason in missing.items() if reason}
+    need = memory_estimate(config, model, plan, parameters, absent, world.size, split)
     lines = {
         "run": f"{config.run_folder}, steps {start_step} -> {config.max_steps}, seed {config.seed}",
         "device": f"{world.size} x {device}, {'bf16 autocast' if mixed_precision else 'fp32'}",
-        "kernels": kernel_report.line(kernel_report.missing(config, model, world.device)),
+        "kernels": kernel_report.line(missing),
         "model": f"{model.model_type}, {parameters:,} parameters ({model.hidden_size} x {model.num_hidden_layers} "
         f"layers, {model.num_attention_heads} heads, vocabulary {model.vocab_size:,}, "
         f"{model.position_embedding} positions)",
@@ -134,7 +127,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, mixed_pr
         "in all": f"{plan.tokens_before(config.max_steps):,} tokens",
         "schedule": ", ".join(milestones),
         "optimizer": f"{config.optimizer}, peak learning rate {config.learning_rate:g}, EMA {config.ema_decay:g}",
-        "memory": f"about {_bytes(memory_estimate(inputs, parameters, mixed_precision))} a device (estimate)",
+        "memory": f"about {_bytes(need)} of tensors a device (estimate; up to a fifth more is held in reserve)",
     }
     longest = max(plan.step(last).seq_length, config.seq_length)
     if longest > model.max_position_embeddings and model.position_embedding != "rope":

@@ -12,14 +12,16 @@ import torch
 from data.loader import StepBatch, micro_batch_rows
 from data.plan import OBJECTIVES, rank_share
 from slurm.environment import Environment
+from training import kernel_report
 from training.checks import OK, WARN, Facts, Row, count, size_text, time_text
 from training.distributed import World
 from training.loop import make_state
 from training.machine_checks import seconds_left
+from training.memory import memory_estimate
 from training.run_checks import count_parameters
 from training.setup import Inputs, check_world
 from training.step import StepLog, TrainState, agree, train_step
-from training.summary import flops_per_token, memory_estimate, target_share
+from training.summary import flops_per_token, target_share
 
 # Beyond these a row is WARN.
 _IDLE = 0.1  # share of a step for which ranks wait for others, or of a rank's micro-batches that holds no row
@@ -69,13 +71,15 @@ def judge_batch(inputs: Inputs, world_size: int) -> Row:
     return Row("batch", WARN if notes else OK, "\n".join(lines), remedy, {"split": split, "steps": numbers})
 
 
-def judge_memory(inputs: Inputs, facts: Facts) -> Row:
+def judge_memory(inputs: Inputs, facts: Facts, device: torch.device, world_size: int) -> Row:
     """The estimate against the devices; the real step below has the last word."""
-    parameters = count_parameters(inputs)
-    need = memory_estimate(inputs, parameters, bool(inputs.config.mixed_precision))
+    config, model, parameters = inputs.config, inputs.model_config, count_parameters(inputs)
+    absent = {name for name, reason in kernel_report.missing(config, model, device).items() if reason}
+    split = check_world(inputs, world_size)
+    need = memory_estimate(config, model, inputs.plan, parameters, absent, world_size, split)
     sizes = [place["gpu"]["total"] for place in facts.values() if place["gpu"]]
     of = f" of {size_text(min(sizes))}" if sizes else ""
-    detail = f"about {size_text(need)}{of} a device for {parameters:,} parameters (estimate)"
+    detail = f"tensors of about {size_text(need)}{of} a device for {parameters:,} parameters (estimate)"
     if not sizes:
         return Row("memory", OK, detail, facts={"estimate": need})
     fits = need < min(sizes)
