@@ -26,6 +26,7 @@ from data.shards import sha256_file
 from model import LTGBert, ModelConfig
 from model_extra import build_model
 from training.checkpoint_names import ABANDONED, checkpoint_folders, folder_name, list_checkpoints, step_of
+from training.config import later_flag
 from training.errors import HARDWARE, UserError
 
 FORMAT = 1
@@ -267,4 +268,4 @@ def training_flags(model: Path) -> dict[str, Any]:
 
 def rows_begin_with_bos(flags: Mapping[str, Any]) -> bool:
     """Whether training's rows begin with `<s>`: by default and as published, but not before there was a flag for it."""
-    return bool(flags.get("row_start", not flags))
+    return bool(later_flag(flags, "row_start"))

@@ -7,10 +7,10 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from training.errors import UserError
 
@@ -136,6 +136,13 @@ class TrainingConfig:
     optimizer_eps: float = _flag(1e-8, "added to the denominator of the update", "optimization")
     max_gradient: float = _flag(2.0, "gradients are clipped to this global norm (0: not clipped)", "optimization")
     ema_decay: float = _flag(0.999, "decay per step of the exponential moving average of the weights", "optimization")
+    ema_warmup: bool | None = _flag(
+        None,
+        "let that decay rise from 2/11 as (1 + step) / (10 + step), so that the initial weights are soon forgotten "
+        "(default: as the run that is resumed, else yes)",
+        "optimization",
+        kind=bool,
+    )
     allreduce_dtype: str = _flag(
         "float32",
         "precision in which ranks add up their gradients; bfloat16 halves the traffic and rounds each sum to 8 bits",
@@ -291,7 +298,20 @@ _GROUPS = {
     "jobs": "SLURM jobs and ranks",
     "hardware": "hardware",
 }
-_BEFORE_FLAGS = {"row_start": False}  # what runs did that began before there was such a flag
+
+
+class _Later(NamedTuple):
+    before: Any  # what runs did that began before there was such a flag
+    now: Any  # what new runs do where it is not given
+    note: str  # for those who go on with a run from before
+
+
+LATER_FLAGS = {
+    "row_start": _Later(False, True, "rows do not begin with <s>, as this run began (a new run's do; --no-row_start)"),
+    "ema_warmup": _Later(
+        False, True, "the average of the weights has no warm-up, as this run began (a new run's has; --no-ema_warmup)"
+    ),
+}
 # What other programs call flags of ours that no likeness of letters would find.
 _OTHER_NAMES = {
     "input_path": "--train_path (and --valid_path)", "warmup_steps": "--warmup_proportion", "lr": "--learning_rate",
@@ -488,11 +508,17 @@ def parse_config(arguments: Sequence[str], description: str) -> TrainingConfig:
     return TrainingConfig(**{**(read_recipe(recipe) if recipe else {}), **given})
 
 
+def later_flag(flags: Mapping[str, Any], name: str) -> Any:
+    """One of LATER_FLAGS, of the run whose flags these are; of a new run if there are none."""
+    later = LATER_FLAGS[name]
+    return flags.get(name, later.before if flags else later.now)
+
+
 def differences(old: dict[str, Any], new: TrainingConfig) -> list[str]:
     """Flags on which the run's result depends and that differ from `old` (a to_dict), as sentences."""
     found = []
     for name, value in new.to_dict().items():
-        before = old.get(name, _BEFORE_FLAGS.get(name, value))
+        before = later_flag(old, name) if name in LATER_FLAGS else old.get(name, value)
         if FIELDS[name].metadata["fixed"] and before != value:
             found.append(f"--{name} was {before!r} and is now {value!r}")
     return found

@@ -16,7 +16,7 @@ class Ema:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """decay in [0, 1] per step; raises ValueError outside."""
+        """decay in [0, 1] per step, which may be set anew before each; raises ValueError outside."""
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA decay {decay} is outside [0, 1].")
         self.decay = decay

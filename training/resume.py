@@ -12,7 +12,7 @@ from model import ModelConfig
 from slurm.environment import Environment
 from training.checkpoint import Checkpoint, CheckpointError, clean, find_newest, locate, set_aside
 from training.checkpoint_names import ABANDONED, list_checkpoints
-from training.config import ConfigError, TrainingConfig, differences
+from training.config import LATER_FLAGS, ConfigError, TrainingConfig, differences
 from training.setup import Inputs, RunView, origin
 
 _WITHOUT_WEIGHTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")  # of a model: a branch may change them
@@ -68,8 +68,9 @@ def find_start(
             f"{folder.path} holds a run with other settings ({'; '.join(changed)}); repeat them, take another "
             "--name, or branch off with --resume CHECKPOINT --name NEW"
         )
-    if flags is not None and "row_start" not in flags and not config.row_start:
-        notes.append("rows do not begin with <s>, as this run began (a new run's do; --no-row_start)")
+    if flags is not None:
+        lacked = {name: later for name, later in LATER_FLAGS.items() if name not in flags}
+        notes += [later.note for name, later in lacked.items() if getattr(config, name) == later.before]
     if checkpoint is not None:
         changed += _check_fit(checkpoint, inputs, same_run)
         for place in places:

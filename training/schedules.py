@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step, so that there is nothing to checkpoint."""
+"""Learning rate and decay of the average as pure functions of the step, so that there is nothing to checkpoint."""
 
 import math
 
@@ -24,3 +24,12 @@ def learning_rate(
         return peak * (_FLOOR * (max_steps - step) / cooldown)
     progress = (step - warmup) / (max_steps - warmup)
     return peak * (_FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def average_decay(done: int, decay: float, warm_up: bool) -> float:
+    """Decay of the average of the weights at the update that makes `done` steps, counted from 1.
+
+    With warm_up it rises as (1 + done) / (10 + done) up to `decay` (0.999: after 8,990 steps), so that the average is
+    one over about the last ninth of the steps done, and what it started from is soon forgotten.
+    """
+    return min(decay, (1 + done) / (10 + done)) if warm_up else decay

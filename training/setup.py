@@ -31,9 +31,9 @@ from data.plan import DataPlan, resolve_split
 from data.shards import tokenizer_hash
 from model import ModelConfig, ModelConfigError
 from training import kernel_report
-from training.checkpoint import SaveError, rows_begin_with_bos, training_flags
+from training.checkpoint import SaveError, training_flags
 from training.checkpoint_names import checkpoint_folders, copied_from, list_checkpoints
-from training.config import ConfigError, TrainingConfig
+from training.config import LATER_FLAGS, ConfigError, TrainingConfig, later_flag
 from training.distributed import World
 from training.heartbeat import Owner
 from training.minimal_pairs import PairScorer, read_pair_sets
@@ -110,18 +110,18 @@ def make_plan(config: TrainingConfig) -> DataPlan:
     )
 
 
-def _with_row_start(config: TrainingConfig) -> TrainingConfig:
-    """`config` with --row_start filled in where it was not given: that of the run to go on from, on for a new one."""
-    if config.row_start is not None:
-        return config
+def _with_later_flags(config: TrainingConfig) -> TrainingConfig:
+    """`config` with LATER_FLAGS filled in where they were not given: as the run to go on from has them."""
+    left = [name for name in LATER_FLAGS if getattr(config, name) is None]
     folder = RunView(config.run_folder)
     start = folder.path if folder.used else Path(config.checkpoint_filename or config.resume)
-    return dataclasses.replace(config, row_start=rows_begin_with_bos(training_flags(start)))
+    flags = training_flags(start) if left else {}
+    return dataclasses.replace(config, **{name: later_flag(flags, name) for name in left})
 
 
 def read_inputs(config: TrainingConfig) -> Inputs:
     """Open and check all files. Raises ValueError (ConfigError, CorpusError, ShardError), each one sentence."""
-    config = _with_row_start(config)
+    config = _with_later_flags(config)
     tokenizer, text = _read_tokenizer(config.tokenizer_path)
     try:
         model_config = ModelConfig.from_json(config.config_file)

@@ -26,7 +26,7 @@ from training.errors import NonFiniteError
 from training.micro_step import MicroSteps
 from training.objective import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
 from training.parallel import Gradients
-from training.schedules import learning_rate
+from training.schedules import average_decay, learning_rate
 from training.setup import Inputs
 from training.summary import flops_per_token, peak_flops, target_share
 from training.update import WeightUpdate
@@ -125,6 +125,7 @@ def train_step(
     )
     for group in state.optimizer.param_groups:
         group["lr"] = rate
+    state.ema.decay = average_decay(done, config.ema_decay, bool(config.ema_warmup))
     grad_norm = state.update()
     state.gradients.zero()
     state.step = done

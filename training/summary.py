@@ -126,7 +126,8 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, mixed_pr
         "batch, end": _batch_line(inputs, last, world),
         "in all": f"{plan.tokens_before(config.max_steps):,} tokens",
         "schedule": ", ".join(milestones),
-        "optimizer": f"{config.optimizer}, peak learning rate {config.learning_rate:g}, EMA {config.ema_decay:g}",
+        "optimizer": f"{config.optimizer}, peak learning rate {config.learning_rate:g}, EMA {config.ema_decay:g}"
+        + " with a warm-up" * bool(config.ema_warmup),
         "memory": f"about {_bytes(need)} of tensors a device (estimate; up to a fifth more is held in reserve)",
     }
     longest = max(plan.step(last).seq_length, config.seq_length)
