@@ -64,7 +64,7 @@ def test_rows_filled_up_with_padding_change_nothing(tmp_path: Path, monkeypatch:
         return micro_step._Graph(EagerGraph(self, own, slots), own, [])  # type: ignore[arg-type]
 
     monkeypatch.setattr(micro_step, "_ROW_SIZES", 4)
-    monkeypatch.setattr(loop, "records_graphs", lambda *_: True)
+    monkeypatch.setattr(loop, "graph_obstacle", lambda *_: "")
     monkeypatch.setattr(loop, "compile_layers", lambda model: None)
     monkeypatch.setattr(MicroSteps, "_capture", capture)
     monkeypatch.setattr(Gradients, "sum_replayed", lambda *_: None)

@@ -2,8 +2,15 @@
 
 import pytest
 import torch
+from runs import flags, make_inputs
 
-from training.summary import peak_flops
+from model import ModelConfig
+from slurm.environment import read_environment
+from training.config import TrainingConfig, parse_config
+from training.distributed import World
+from training.micro_step import graph_obstacle
+from training.setup import read_inputs
+from training.summary import describe, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -26,3 +33,37 @@ def test_the_rate_is_that_of_what_a_rank_has(monkeypatch, name: str, teraflops: 
     expected = None if teraflops is None else pytest.approx(teraflops * 1e12)
     assert peak_flops(torch.device("cuda")) == expected
     assert peak_flops(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "positions", "reason"),
+    [
+        ({}, "relative", ""),
+        ({"data_fingerprint": True}, "relative", "--data_fingerprint"),
+        ({"compile": False}, "relative", "--no-compile"),
+        ({}, "rope", "rotary positions"),
+    ],
+)
+def test_what_switches_cuda_graphs_off_is_named(changes: dict, positions: str, reason: str):
+    config = TrainingConfig("-", "", "-", "-", name="-", **{"compile": True, **changes})
+    model = ModelConfig(32, 64, 2, 2, 320, position_embedding=positions)
+    found = graph_obstacle(config, model, torch.device("cuda"))
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+def test_the_start_says_what_is_slower_than_it_might_be(tmp_path, monkeypatch):
+    """Ranks of one objective each, which are auto's choice, and steps without CUDA graphs."""
+    folder = make_inputs(tmp_path / "inputs", documents=60)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr("training.kernel_report.missing", lambda *_: {})
+
+    def told(**options) -> str:
+        inputs = read_inputs(parse_config(flags(folder, tmp_path / "runs", compile=True, **options), ""))
+        world = World(0, 4, torch.device("cuda"), read_environment({}))
+        return describe(inputs, world, options.pop("hybrid_split", "ranks"), 1000, True, 0)
+
+    assert "split ranks (by auto, as published; --hybrid_split rows trains the same in about 4 % less time)" in told()
+    assert "CUDA graphs" not in told()
+    assert "by auto" not in told(hybrid_split="ranks") + told(hybrid_split="rows")
+    assert "CUDA graphs   off: --data_fingerprint reads each batch's inputs" in told(data_fingerprint=True)

@@ -31,7 +31,7 @@ from training.divergence import DivergenceError, check_ranks
 from training.ema import Ema
 from training.errors import DONE, NonFiniteError, OtherRankFailed
 from training.metrics import Recorder, keep_until, missing_steps, wandb_mode
-from training.micro_step import MicroSteps, records_graphs
+from training.micro_step import MicroSteps, graph_obstacle
 from training.minimal_pairs import pairs_line
 from training.optimizers import load_named_state, make_optimizer
 from training.parallel import Gradients, share_weights
@@ -161,7 +161,7 @@ def make_state(inputs: Inputs, world: World, checkpoint: Checkpoint | None) -> T
         compile_layers(model)
     update = WeightUpdate(model, optimizer, ema, config.max_gradient or math.inf)
     options, precise = inputs.builder.options, bool(config.mixed_precision)
-    record = records_graphs(config, inputs.model_config, world)
+    record = not graph_obstacle(config, inputs.model_config, world.device)
     gradients = Gradients(model, world, config.allreduce_dtype, stay=record)
     micro_steps = MicroSteps(model, gradients, options, config.z_loss_weight, world.device, precise, record)
     return TrainState(step, model, gradients, optimizer, ema, update, micro_steps)

@@ -24,7 +24,6 @@ from data.masking import PADDING, MaskingOptions, ModelInputs
 from data.plan import MASKED
 from model import ModelConfig
 from training.config import TrainingConfig
-from training.distributed import World
 from training.objective import training_loss
 from training.parallel import Gradients
 
@@ -33,14 +32,19 @@ _ROW_SIZES = 32  # of a batch, between a power of two and the next: on average 1
 _GRAPHS = 16  # kept; the one unused for longest goes first
 
 
-def records_graphs(config: TrainingConfig, model: ModelConfig, world: World) -> bool:
-    """Whether a run's micro-steps are recorded: compiled ones on CUDA devices.
-
-    Not with rotary positions, whose kernels want the number of documents as a shape, nor with fingerprints of batches,
-    which need the inputs. HYBRID_CUDA_GRAPHS=0 in the environment keeps every run from it, for comparing and debugging.
-    """
-    wanted = os.environ.get("HYBRID_CUDA_GRAPHS", "1") != "0" and bool(config.compile) and not config.data_fingerprint
-    return wanted and world.device.type == "cuda" and model.position_embedding == "relative"
+def graph_obstacle(config: TrainingConfig, model: ModelConfig, device: torch.device) -> str:
+    """Why a run's micro-steps are not captured as CUDA graphs; "" where they are: compiled ones on CUDA devices."""
+    if device.type != "cuda":
+        return "they need a CUDA device"
+    if os.environ.get("HYBRID_CUDA_GRAPHS", "1") == "0":
+        return "HYBRID_CUDA_GRAPHS is 0"
+    if not config.compile:
+        return "nothing is compiled (--no-compile)"
+    if config.data_fingerprint:
+        return "--data_fingerprint reads each batch's inputs, which a replay does not give"
+    if model.position_embedding == "rope":
+        return "kernels for rotary positions want the number of documents as a shape"
+    return ""
 
 
 def choose_slots(count: int, positions: int, known: Iterable[int]) -> int:
