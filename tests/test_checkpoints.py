@@ -277,6 +277,14 @@ def test_a_run_folder_that_vanishes_is_not_made_anew(inputs, tmp_path, capsys, r
     assert locate(folder).step == (12 if spare else 4)
 
 
+def test_a_restarted_job_without_its_run_folder_does_not_begin_anew_in_silence(inputs, tmp_path, capsys, monkeypatch):
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for said in (True, False):
+        assert train(inputs, tmp_path, max_steps=1) == 0
+        assert (f"there is no {tmp_path}/run: is its disk mounted here?" in capsys.readouterr().out) == said
+
+
 @pytest.mark.parametrize("part", ["model", "ema", "optimizer"])
 def test_nothing_that_is_not_finite_is_saved(inputs, tmp_path, capsys, after_step, part):
     def spoil(state) -> None:

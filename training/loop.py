@@ -252,7 +252,9 @@ def train(inputs: Inputs, world: World, signals: StopSignals, stack: ExitStack) 
         attempts: list[Attempt] = []
 
         def open_run() -> tuple[Checkpoint | None, list[str]]:
-            restarted = was_restarted(environment)
+            restarted, home = was_restarted(environment), config.run_folder
+            if environment.restart_count > 0 and not home.exists():
+                print(f"note: this job has run before, but there is no {home}: is its disk mounted here?", flush=True)
             if environment.job_id is not None:
                 step = newest_step(*checkpoint_folders(config.run_folder))
                 attempts.append(register_attempt(config.run_folder, environment, step, config.max_restarts))
