@@ -164,7 +164,7 @@ def submitit_parameters(
         "stderr_to_stdout": True,  # one log a rank
         "setup": setup_lines(options, code, has_site_file),
         "teardown": teardown_lines(folder, code),
-        "srun_args": ["--kill-on-bad-exit=1", "--wait=60", *cpus],
+        "srun_args": ["--kill-on-bad-exit=1", "--wait=0", *cpus],
         "additional_parameters": options.extra(),
     }
 

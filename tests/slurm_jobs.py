@@ -26,7 +26,7 @@ class Jobs:
 
     def submit(self, name: str, *options: str, script: tuple[str, ...] = (), env: dict | None = None, **flag) -> str:
         """Job id of train.sbatch with sbatch's `options`, its own `script` options, variables and further flags."""
-        settings = {**COMMON, "time_limit_margin": 10, **flag}
+        settings = {**COMMON, "time_limit_margin": 10, "wandb_mode": "offline", **flag}
         arguments = flags(self.reference.inputs, flag.get("output_dir", self.runs), name, **settings)
         variables = {"PYTHON": ROOT / "tests" / "slurm_python.py", "OMP_NUM_THREADS": "1", **(env or {})}
         variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

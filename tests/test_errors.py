@@ -83,12 +83,12 @@ def test_exit_codes_are_those_of_the_readme():
 
 
 class SlowSink:
-    """A wandb whose upload takes as long as a run that was never told to hurry would wait."""
+    """A wandb whose upload takes a minute."""
 
     def log(self, *_: object, **__: object) -> None:
         pass
 
-    def finish(self, code: int = 0) -> None:
+    def finish(self, _code: int) -> None:
         time.sleep(60)
 
 
@@ -112,11 +112,11 @@ def test_an_error_is_told_before_what_takes_long(inputs, tmp_path, capsys, monke
         raise error
 
     monkeypatch.setattr("training.loop.train_step", step)
-    monkeypatch.setattr("training.metrics._start_wandb", lambda *_: SlowSink())
+    monkeypatch.setattr("training.metrics._open_wandb", lambda *_: SlowSink())
     monkeypatch.setattr("training.metrics._HURRIED_SECONDS", 0.05)
     monkeypatch.setattr(loop.Loader, "close", close)
     began = time.monotonic()
-    assert loop.main(flags(inputs, tmp_path), "test", single_world) == code
+    assert loop.main(flags(inputs, tmp_path, wandb_mode="offline"), "test", single_world) == code
     assert time.monotonic() - began < 50
     ((stderr, state),) = told
     assert says in stderr

@@ -68,7 +68,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path, monkeypatch, ca
         "nothing was submitted (--dry_run)",
     ):
         assert f"\n{line}\n" in shown
-    assert "--kill-on-bad-exit=1 --wait=60 --cpus-per-task=8 " in shown
+    assert "--kill-on-bad-exit=1 --wait=0 --cpus-per-task=8 " in shown
     assert "/slurm/finish.py --exit_code $code -- " in shown
     assert "wckey" not in shown
     assert f"note: --config_file {tmp_path}/model.json cannot be seen from here" in shown

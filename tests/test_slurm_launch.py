@@ -98,7 +98,9 @@ def test_a_requeued_job_on_two_nodes_is_the_run_of_one_process(cluster, monkeypa
     checkout = cluster.folder / "checkout"
     take_snapshot(ROOT, checkout)
     runs = cluster.folder / "runs"
-    training = flags(reference.inputs, runs, "four", max_steps=STEPS, validate_every=0, save_every=10)
+    training = flags(
+        reference.inputs, runs, "four", max_steps=STEPS, validate_every=0, save_every=10, wandb_mode="offline"
+    )
     options = ["--nodes", 2, "--tasks_per_node", 2, "--cpus_per_task", 1, "--time", 20, "--sbatch", "hold"]
     done = launch(cluster, *options, "--", *training, script=checkout / "slurm" / "launch.py")
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ from training.distributed import World, single_world
 from training.divergence import DivergenceError, check_ranks
 from training.ema import Ema
 from training.errors import DONE, NonFiniteError, OtherRankFailed
-from training.metrics import Recorder, keep_until, missing_steps, wandb_mode
+from training.metrics import Recorder, keep_until, missing_steps, unbreakable, wandb_mode
 from training.micro_step import MicroSteps, graph_obstacle
 from training.minimal_pairs import pairs_line
 from training.optimizers import load_named_state, make_optimizer
@@ -310,6 +310,7 @@ def train(inputs: Inputs, world: World, signals: StopSignals, stack: ExitStack) 
         if records is not None and stop is None:
             records.note(FINISHED, state.step)
             records.recorder.publish(state.step)
+            records.recorder.say(f"done: {config.max_steps} steps; the model is in {records.saver.newest}")
         elif records is not None and stop is not None and may_requeue(stop, config, environment):
             records.recorder.preempting()
     except (Exception, KeyboardInterrupt) as error:
@@ -319,15 +320,12 @@ def train(inputs: Inputs, world: World, signals: StopSignals, stack: ExitStack) 
 
     stack.close()
     signals.stopped_early = stop is not None
-    if not world.is_main:
+    if stop is None or not world.is_main:
         return DONE  # whatever rank 0 ends with; a launcher must not end rank 0 before it has
-    if stop is None:
-        assert records is not None
-        print(f"done: {config.max_steps} steps; the model is in {records.saver.newest}", flush=True)
-        return DONE
     # The files are closed and the lock is free: from here on SLURM may start the job again.
     code, words = conclude(stop, state.step, config, environment)
-    print(f"{words}\ngo on with: {resume_command()}", flush=True)
+    with unbreakable(sys.stdout):
+        print(f"{words}\ngo on with: {resume_command()}", flush=True)
     return code
 
 
@@ -350,7 +348,7 @@ def open_records(
     wandb_id = folder.write_config(inputs, describe_launch(inputs, world, step))
     facts = {"model": inputs.model_config.to_dict(), "world_size": world.size, "data": inputs.data_identity}
     status(RUNNING, "", step)
-    with closing(Recorder(config, folder.path, wandb_id, step, facts)) as recorder:
+    with closing(Recorder(config, folder.path, wandb_id, step, facts, conditions.signalled)) as recorder:
         yield Records(folder, recorder, Saver(folder, inputs, recorder.say), conditions, status)
 
 
@@ -394,7 +392,7 @@ def _run_steps(
             if records is not None:
                 records.recorder.log(metrics)
                 records.recorder.say(validation_line(metrics))
-                records.recorder.log_samples(sample_texts(state, inputs))
+                records.recorder.log_samples(lambda: sample_texts(state, inputs))
         if evaluates and inputs.pairs is not None:
             metrics = pair_metrics(state, inputs, inputs.pairs, world)
             if records is not None:

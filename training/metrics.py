@@ -7,17 +7,17 @@ import json
 import math
 import os
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TextIO, TypeGuard
 
 from tqdm import tqdm
 
 from data.files import json_lines, write_atomically
 from data.plan import OBJECTIVES
+from training.background import Background
 from training.config import ConfigError, TrainingConfig
 from training.report_data import SAMPLES
 
@@ -56,16 +56,36 @@ def missing_steps(path: Path, first: int, last: int) -> list[int]:
     return [step for step in range(first, last + 1) if step not in told]
 
 
+@contextmanager
+def unbreakable(*streams: TextIO) -> Iterator[None]:
+    """Printing inside is no reason to end: a console that is gone (a closed terminal, say) is silent from here on."""
+    try:
+        yield
+    except (OSError, ValueError):
+        for stream in streams:
+            with suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
+
+
 class Recorder:
     """Writes metrics, samples and the final report of rank 0; on other ranks nothing calls it.
 
-    problem: a sentence once metrics.jsonl could not be written; the training loop then saves and stops.
+    problem: a sentence once metrics.jsonl could not be written; the training loop then saves and stops. All else is
+    expendable: what fails is said once and left out. signalled: whether somebody wants the run to end soon.
     """
 
-    def __init__(self, config: TrainingConfig, folder: Path, wandb_id: str, start_step: int, facts: Mapping[str, Any]):
-        self._folder = folder
+    def __init__(
+        self,
+        config: TrainingConfig,
+        folder: Path,
+        wandb_id: str,
+        start_step: int,
+        facts: Mapping[str, Any],
+        signalled: Callable[[], bool] = lambda: False,
+    ):
+        self._folder, self._signalled, self._samples = folder, signalled, True
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._wandb = _start_wandb(config, folder, wandb_id, facts)
+        self._wandb = _start_wandb(config, folder, wandb_id, facts, self.say)
         live = sys.stderr.isatty()
         self._bar = tqdm(total=config.max_steps, initial=start_step, unit="step", disable=not live, dynamic_ncols=True)
         self._live, self._last_line, self._max_steps = live, 0.0, config.max_steps
@@ -81,17 +101,23 @@ class Recorder:
         except OSError as error:
             self.problem = f"{self._file.name} cannot be written: {error.strerror}"
         if self._wandb is not None:
-            self._wandb.log({k: v for k, v in record.items() if not isinstance(v, str)}, step=record["step"])
+            numbers = {k: v for k, v in record.items() if not isinstance(v, str)}
+            self._wandb.put(lambda run: run.log(numbers, step=record["step"]))
 
-    def log_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, take: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         """Record sample completions (see report_samples) in samples.jsonl, and as tables in wandb."""
+        if not self._samples:
+            return
         try:
+            samples = take()
             with (self._folder / SAMPLES).open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-        except OSError as error:
-            self.problem = f"{self._folder / SAMPLES} cannot be written: {error.strerror}"
+        except Exception as error:
+            self._samples = False
+            self.say(f"note: no samples from here on ({type(error).__name__}: {error}); the run goes on without them")
+            return
         if self._wandb is not None and samples:
-            self._wandb.log(_sample_tables(samples), step=samples[-1]["step"])
+            self._wandb.put(lambda run: run.log(_sample_tables(samples), step=samples[-1]["step"]))
 
     def sync(self) -> None:
         """Have metrics and samples on the disk, so that no checkpoint is newer than they are after a crash."""
@@ -114,13 +140,9 @@ class Recorder:
             self.say(f"report: {page}")
             if self._wandb is None:
                 return
-            import wandb
-
-            media: dict[str, Any] = {"report": wandb.Html(str(page), inject=False)}
             with suppress(PlotError):  # matplotlib is optional
                 draw([read_run(self._folder)], picture)
-                media["figures/metrics"] = wandb.Image(str(picture))
-            self._wandb.log(media, step=step)
+            self._wandb.put(lambda run: run.log(_media(page, picture), step=step))
         except Exception as error:  # the run is complete and saved: nothing here may turn it into a failure
             self.say(f"note: no report was written ({type(error).__name__}: {error}); python -m training.report can")
 
@@ -131,39 +153,42 @@ class Recorder:
         parts.append(f"{record['stats/tokens_per_second']:,.0f} tok/s")
         if self._live:
             self._bar.n = record["step"]
-            self._bar.set_postfix_str(", ".join(parts))
+            with unbreakable(sys.stderr):
+                self._bar.set_postfix_str(", ".join(parts))
         elif last or time.monotonic() - self._last_line >= _LINE_SECONDS:
             self._last_line = time.monotonic()
-            print(f"step {record['step']:>6}/{self._max_steps}  " + "  ".join(parts), flush=True)
+            with unbreakable(sys.stdout):
+                print(f"step {record['step']:>6}/{self._max_steps}  " + "  ".join(parts), flush=True)
 
     def say(self, text: str) -> None:
         """A line that stays on the console."""
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        with unbreakable(sys.stdout, sys.stderr):
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
 
     def preempting(self) -> None:
         """Tell wandb that the run is about to stop and come back, and hurry: the job's time may be nearly up."""
         self.hurry()
         if self._wandb is not None:
-            self._wandb.mark_preempting()
+            self._wandb.put(lambda run: run.mark_preempting())
 
     def hurry(self, failed: bool = False) -> None:
         """Have `close` wait for no more than a moment. failed: wandb shall show the run so."""
         self._patience, self._code = _HURRIED_SECONDS, int(failed)
 
     def close(self) -> None:
-        """Flush everything; a wandb server that does not answer is waited for, but not for ever."""
-        self._bar.close()
+        """Flush everything; a wandb server that does not answer is waited for, but not for ever, nor after a signal."""
+        with unbreakable(sys.stderr):
+            self._bar.close()
         try:
             self._file.close()
         except OSError as error:
             self.problem = self.problem or f"{self._file.name} cannot be written: {error.strerror}"
         if self._wandb is not None:
-            finishing = threading.Thread(target=self._wandb.finish, args=(self._code,), daemon=True)
-            finishing.start()
-            finishing.join(self._patience)
-            if finishing.is_alive():
-                print("wandb does not finish its upload; `wandb sync` can complete it from the run folder", flush=True)
+            code = self._code
+            done = self._wandb.close(lambda run: run.finish(code), self._patience, self._signalled, _HURRIED_SECONDS)
+            if not done:
+                self.say("wandb does not finish its upload; `wandb sync` can complete it from the run folder")
 
 
 _SHOWN = (
@@ -201,13 +226,27 @@ def _has_login() -> bool:
         return False
 
 
-def _start_wandb(config: TrainingConfig, folder: Path, run_id: str, facts: Mapping[str, Any]):
+def _start_wandb(
+    config: TrainingConfig, folder: Path, run_id: str, facts: Mapping[str, Any], say: Callable[[str], None]
+) -> Background | None:
+    """wandb on a thread of its own, where it also starts: no step waits for it."""
     mode = wandb_mode(config)
     if mode == "disabled":
         return None
     print(
         f"  wandb         {'online' if mode == 'online' else f'offline; upload with: wandb sync {folder}/wandb/*run*'}"
     )
+    return Background("wandb", lambda: _open_wandb(config, mode, folder, run_id, facts, say), say)
+
+
+def _open_wandb(
+    config: TrainingConfig,
+    mode: str,
+    folder: Path,
+    run_id: str,
+    facts: Mapping[str, Any],
+    say: Callable[[str], None],
+) -> Any:
     import wandb
     from wandb.errors import Error as WandbError
 
@@ -224,9 +263,7 @@ def _start_wandb(config: TrainingConfig, folder: Path, run_id: str, facts: Mappi
     try:
         run = wandb.init(mode="online" if mode == "online" else "offline", settings=quiet, **options)
     except WandbError as error:
-        if config.wandb_mode == "online":
-            raise ConfigError(f"--wandb_mode online: wandb could not start ({error})") from error
-        print(f"wandb could not reach its server ({error}); logging offline", flush=True)
+        say(f"note: wandb could not start ({error}); it logs offline, and `wandb sync` uploads that")
         run = wandb.init(mode="offline", settings=quiet, **options)
     _define_metrics(run)
     return run
@@ -255,6 +292,16 @@ def _define_metrics(run: Any) -> None:
     run.define_metric("train/z_loss", step_metric="stats/tokens", summary="last")
     run.define_metric("valid/*", step_metric="stats/tokens")  # those of longer rows
     run.define_metric("eval/*", step_metric="stats/tokens", summary=_RISING)
+
+
+def _media(page: Path, picture: Path) -> dict[str, Any]:
+    """The report, and the figures where matplotlib has drawn them, for wandb."""
+    import wandb
+
+    media: dict[str, Any] = {"report": wandb.Html(str(page), inject=False)}
+    if picture.exists():
+        media["figures/metrics"] = wandb.Image(str(picture))
+    return media
 
 
 def _sample_tables(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

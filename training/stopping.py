@@ -71,6 +71,10 @@ class StopConditions:
         self._round_seconds, self._round_began = 0.0, time.monotonic()
         self._next_look = 0.0
 
+    def signalled(self) -> bool:
+        """Whether this rank was sent a stop signal."""
+        return self._signals.received is not None
+
     def saved(self, seconds: float) -> None:
         """A save has taken `seconds`: the slowest counts."""
         self._save_seconds = max(self._save_seconds, seconds)

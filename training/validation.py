@@ -116,4 +116,7 @@ def sample_texts(state: TrainState, inputs: Inputs) -> list[dict[str, Any]]:
     tokenizer = Tokenizer.from_str(inputs.tokenizer_text)
     material = from_corpus(held_out.corpus, tokenizer, config.validation_samples)
     with state.ema.swapped_in(state.model):
-        return labelled(Sampler(state.model, tokenizer, eager=bool(config.compile)).take(material), state.step)
+        try:
+            return labelled(Sampler(state.model, tokenizer, eager=bool(config.compile)).take(material), state.step)
+        finally:
+            state.model.train()  # also where it failed half-way: samples must not change the run
