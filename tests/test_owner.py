@@ -80,3 +80,13 @@ def test_a_heartbeat_goes_on_until_it_is_closed(tmp_path: Path):
     while json.loads((tmp_path / "in" / "beat.json").read_text())["n"] < 3:
         assert time.monotonic() < deadline
     beating.close()
+    assert not list((tmp_path / "in").glob("*.json"))
+
+
+def test_a_folder_that_vanishes_is_not_made_anew(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    beating = Heartbeat(tmp_path / "run" / "in" / "beat.json", dict, seconds=0.001)
+    (tmp_path / "run").rename(tmp_path / "gone")
+    time.sleep(0.05)
+    assert not (tmp_path / "run").exists()
+    beating.close()

@@ -19,19 +19,26 @@ STALE_SECONDS = 60.0  # without a sign of life, after which an owner counts as g
 
 
 class Heartbeat:
-    """Writes `facts()` (JSON) to a file now and every `seconds`, until `close`; one that cannot be written is left."""
+    """Writes `facts()` (JSON) to a file now and every `seconds`, until `close` removes it; what fails is no error.
+
+    The file's folder is made once, in one that exists: a mount that vanishes must not come back as an empty folder.
+    """
 
     def __init__(self, path: Path, facts: Callable[[], dict[str, Any]], seconds: float) -> None:
         self._path, self._facts, self._seconds = path, facts, seconds
         self._stop = threading.Event()
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
         self._write()
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop writing."""
+        """Stop writing, and remove the file: what stays behind is of a process that was killed."""
         self._stop.set()
         self._thread.join(1.0)
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
     def _work(self) -> None:
         while not self._stop.wait(self._seconds):
@@ -39,7 +46,6 @@ class Heartbeat:
 
     def _write(self) -> None:
         with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._path.with_name(f".{self._path.name}.tmp")
             temporary.write_text(json.dumps(self._facts()))  # not flushed to disk: it is worthless after a crash
             os.replace(temporary, self._path)
@@ -78,7 +84,6 @@ class Owner:
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
-            self._path.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, Any]:
         """What owner.json says; one that is gone, or damaged, or being written, says when."""
