@@ -5,9 +5,10 @@ r"""Turn a folder of the transformers library into weights that pretraining can 
         --tokenizer_path OUT/tokenizer.json ...
 
 FOLDER is one that to_huggingface.py wrote (also after fine-tuning there, while it holds a language model), or a
-published GPT-BERT or LTG-BERT of the same architecture: config.json with weights as safetensors or pytorch_model.bin,
-in one file or several. The tokenizer becomes the one that the shards were made with, so these go on fitting. OUT has
-the form of a checkpoint without optimizer, and serves as MODEL everywhere; training starts from it at step 0.
+published GPT-BERT: config.json with weights as safetensors or pytorch_model.bin, in one file or several. LTG-BERT as it
+is published has other layers and is refused. The tokenizer becomes the one that the shards were made with, so these go
+on fitting. OUT has the form of a checkpoint without optimizer, and serves as MODEL everywhere; training starts from it
+at step 0.
 """
 
 from __future__ import annotations
@@ -117,6 +118,11 @@ def our_parameters(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, 
             "GPT-BERT and LTG-BERT have one"
         )
     prefix = words[0].removesuffix(_WORDS)
+    if any(name.startswith(f"{prefix}transformer.layers.") for name in tensors):
+        raise ExportError(
+            f"FOLDER {folder} holds LTG-BERT as its authors published it, whose layers are built otherwise than those "
+            "of model.py; take a published GPT-BERT, or a folder that to_huggingface.py wrote"
+        )
     found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     tied = found.pop(_TIED, None)
     if tied is not None and not torch.equal(tied, found[_WORDS]):

@@ -268,3 +268,13 @@ def test_upload(tmp_path, capsys, monkeypatch):
     api.upload_folder.side_effect = ConnectionError("no route")
     refused(to_huggingface, [checkpoint, tmp_path / "b", "--push", "me/model"], capsys, "upload failed (no route)")
     assert (tmp_path / "b" / "config.json").is_file()
+
+
+def test_the_published_ltg_bert_is_refused_by_name(tmp_path, capsys):
+    folder = tmp_path / "ltg-bert"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["LtgbertForMaskedLM"], "hidden_size": 8}')
+    names = ("embedding.word_embedding.weight", "transformer.layers.0.attention.in_proj_qk.weight")
+    save_file({name: torch.zeros(8, 8) for name in names}, folder / "model.safetensors")
+    arguments = [folder, tmp_path / "out"]
+    refused(from_huggingface, arguments, capsys, "LTG-BERT as its authors published it", "take a published GPT-BERT")
