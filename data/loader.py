@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.corpus import Corpus, TokenStream
+from data.corpus import Corpus, TokenStream, stop_event
 from data.masking import PADDING, MaskingOptions, ModelInputs, build_inputs, causal_counts, masked_counts
 from data.order import RowOrder
 from data.plan import CAUSAL, MASKED, DataPlan, RowRange, StepPlan, rank_share
 
+_CLOSE_SECONDS = 5.0
 TENSORS, _COUNTS = ("tokens", "row_keys", "causal", "mask_counts", "origins"), ("targets", "documents")  # of RowBatch
 
 
@@ -175,8 +176,9 @@ def _concatenate(parts: list[RowBatch]) -> RowBatch:
 class Loader:
     """Iterates over the step batches of one rank from `start_step` on, prepared by a background thread.
 
-    depth: steps prepared ahead. waited: seconds the consumer has spent waiting for data so far.
-    An error in the thread is raised by the next call; `close` stops the thread.
+    depth: steps prepared ahead. waited: seconds the consumer has spent waiting for data so far; late: for the
+    step that comes next.
+    An error in the thread is raised by the next call; `close` stops the thread, also while it builds an index.
     """
 
     def __init__(
@@ -197,11 +199,14 @@ class Loader:
         self._steps = range(start_step, builder.plan.max_steps if end_step is None else end_step)
         self._queue: queue.Queue = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
-        self.waited = 0.0
+        self._next: StepBatch | None = None  # seen, but not taken
+        self._ended = False
+        self.waited = self.late = 0.0
         self._thread = threading.Thread(target=self._work, name="loader", daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
+        stop_event.set(self._stopped)  # of this thread alone
         try:
             for step in self._steps:
                 item = self._builder.step(step, *self._arguments)
@@ -219,21 +224,36 @@ class Loader:
             except queue.Full:
                 continue
 
-    def __iter__(self) -> Iterator[StepBatch]:
-        while True:
+    def peek(self, seconds: float | None = None) -> StepBatch | None:
+        """The next step, again and again until `advance`; None after the last, or if it takes more than `seconds`."""
+        if self._next is None and not self._ended:
             start = time.perf_counter()
-            item = self._queue.get()
-            self.waited += time.perf_counter() - start
-            if item is None:
-                return
+            try:
+                item = self._queue.get(timeout=seconds)
+                self._ended = item is None
+            except queue.Empty:
+                item = None
+            seconds = time.perf_counter() - start
+            self.waited += seconds
+            self.late = self.late + seconds if item is None else 0.0
             if isinstance(item, BaseException):
                 raise item
-            yield item
+            self._next = item
+        return self._next
+
+    def advance(self) -> None:
+        """Go on to the step after the one seen."""
+        self._next = None
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        while (batch := self.peek()) is not None:
+            self.advance()
+            yield batch
 
     def close(self) -> None:
-        """Stop the thread and wait for it."""
+        """Stop the thread and wait for it; one that hangs in a file system is left behind and ends with the process."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_SECONDS)
 
 
 @dataclass(frozen=True)

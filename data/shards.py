@@ -13,6 +13,7 @@ shards lists them in order, with sizes and SHA-256, and says how they were made;
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import mmap
@@ -121,7 +122,9 @@ class Shard:
             with open(self.path, "rb") as file:
                 found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
-            raise ShardError(f"cannot read the shard {self.path} ({error.strerror})") from error
+            if error.errno != errno.EMFILE:
+                raise
+            raise ShardError(f"{self.path} cannot be opened, too many files are open; raise `ulimit -n`") from error
         if self.scattered and self._token_pages:
             found.madvise(mmap.MADV_RANDOM, 0, self._token_pages)
         return found

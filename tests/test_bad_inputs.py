@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import pytest
 import torch
 from runs import ROOT, flags, make_inputs, run, train_on, training_lines
 
-from data.corpus import Corpus
+import training.loop
+from data.corpus import Corpus, IndexStopped, TokenStream, stop_event
 from data.shards import tokenizer_hash, write_shard
 from model_config import ModelConfig
 from slurm.environment import Environment
@@ -24,6 +26,7 @@ from training.config import ConfigError, TrainingConfig, parse_config
 from training.distributed import World, single_world, start_world
 from training.loop import main
 from training.setup import read_inputs
+from training.status import read_status
 from training.summary import describe
 
 
@@ -229,6 +232,43 @@ def test_a_run_of_the_first_version_resumes_and_other_data_is_refused(inputs, tm
             refused(flags(inputs, tmp_path, **options), capsys, "--train_path", "is not the data that")
     assert attempt(flags(inputs, tmp_path, **options), capsys)[0] == 0
     assert locate(tmp_path / "run").record["data"] == corpus.identity()
+
+
+def test_a_shard_that_shrinks_in_mid_run_is_named(inputs, tmp_path, capsys, monkeypatch):
+    shard = tmp_path / "copy" / "part_1.shard"
+    shutil.copytree(inputs / "train", shard.parent)
+    step = training.loop.train_step
+
+    def shrinking(state, *arguments):
+        if state.step == 3:
+            os.truncate(shard, 2000)
+        return step(state, *arguments)
+
+    monkeypatch.setattr(training.loop, "train_step", shrinking)
+    refused(flags(inputs, tmp_path, train_path=shard.parent / "*.shard"), capsys, str(shard), "has shrunk from")
+    status = read_status(tmp_path / "run")
+    assert status is not None
+    assert status.state == "failed"
+    assert str(shard) in status.reason
+
+
+def test_a_stop_signal_does_not_wait_for_an_index(inputs, tmp_path, capsys, monkeypatch):
+    build = TokenStream._build_index
+
+    def endless(self, epoch):
+        if epoch == 0:
+            return build(self, epoch)
+        stop = stop_event.get()
+        assert stop is not None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wait(60)
+        raise IndexStopped
+
+    monkeypatch.setattr(TokenStream, "_build_index", endless)
+    arguments = flags(inputs, tmp_path, global_batch_size=256, validate_every=0, save_every=0)
+    assert attempt(arguments, capsys)[0] == 128 + signal.SIGTERM
+    (checkpoint,) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert locate(checkpoint).step == training_lines(tmp_path / "run")[-1]["step"] > 0
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "configs" / "recipes").glob("*.json")), ids=lambda path: path.stem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data.corpus
 from data.corpus import Corpus, TokenStream
 from data.loader import BatchBuilder, Loader, StepBatch, ValidationSet, micro_batch_rows
 from data.masking import IGNORE_INDEX, MaskingOptions, fingerprint
@@ -181,6 +183,35 @@ def test_loader_hands_errors_over_and_stops_its_thread(corpus, monkeypatch):
     next(iter(loader))
     loader.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
+
+
+def test_a_loader_that_builds_an_index_can_be_asked_and_closed(corpus, monkeypatch):
+    building, spans = threading.Event(), Corpus._spans
+
+    def slow(self, documents):
+        building.set()
+        time.sleep(0.01)
+        return spans(self, documents)
+
+    monkeypatch.setattr(data.corpus, "_CHUNK", 1)  # 180 chunks: 1.8 s, had nobody asked
+    monkeypatch.setattr(Corpus, "_spans", slow)
+    fresh = Corpus(str(corpus.shards[0].path.parent / "*.shard"), tokenizer_hash=HASH, bos_id=1, eos_id=2)
+    loader = Loader(make_builder(fresh), rank=0, world_size=1, split="rows", local_batch_size=8)
+    assert building.wait(30)
+    assert loader.peek(0.01) is None
+    loader.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
+    assert not fresh.indices
+
+
+def test_a_step_is_seen_until_it_is_taken(corpus):
+    loader = Loader(make_builder(corpus), rank=0, world_size=1, split="rows", local_batch_size=8, start_step=10)
+    seen = [loader.peek(), loader.peek()]
+    assert seen[0] is seen[1] is not None
+    loader.advance()
+    assert [batch.plan.step for batch in (seen[0], *loader)] == [10, 11]
+    assert loader.peek() is None
+    loader.close()
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -43,7 +43,7 @@ def train_without_waiting(
             lengths.append(batch.plan.seq_length)
             try:
                 torch.cuda.set_sync_debug_mode("error" if lengths.count(lengths[-1]) > first else "default")
-                targets, _ = agree(world, batch, wants_stop=False)
+                targets, *_ = agree(world, batch, wants_stop=False)
                 records += log.push(train_step(state, read, world, batch, targets))
             finally:
                 torch.cuda.set_sync_debug_mode("default")

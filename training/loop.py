@@ -29,7 +29,7 @@ from training.config import ConfigError, TrainingConfig, parse_config
 from training.distributed import World, single_world
 from training.divergence import DivergenceError, check_ranks
 from training.ema import Ema
-from training.errors import DONE, NonFiniteError, OtherRankFailed
+from training.errors import DONE, HardwareError, NonFiniteError, OtherRankFailed
 from training.metrics import Recorder, keep_until, missing_steps, unbreakable, wandb_mode
 from training.micro_step import MicroSteps, graph_obstacle
 from training.minimal_pairs import pairs_line
@@ -56,6 +56,7 @@ from training.validation import pair_metrics, sample_texts, validation_line, val
 from training.watchdog import Watchdog
 
 _INITIALISATION = 301  # purpose of the key that seeds the initial weights
+_DATA_SECONDS = 1.0  # to wait for rows before looking whether a rank wants to stop
 _LOCK_SECONDS = 180.0  # for the processes of a job's last start to notice that there is a newer one
 
 _Result = TypeVar("_Result")
@@ -363,10 +364,13 @@ def _run_steps(
     """All remaining steps; returns what stopped the run early, or None."""
     # What it began with is in a checkpoint already, or follows from the seed.
     config, log, waited, saved = inputs.config, StepLog(inputs, world), 0.0, state.step
-    for batch in loader:
+    while state.step < config.max_steps:
+        batch = loader.peek(_DATA_SECONDS)
+        if loader.late > 60 * config.collective_timeout:
+            raise HardwareError(f"no rows came from {config.train_path} for {loader.late:.0f} s; do its disks answer?")
         wish = conditions.wish(records.recorder.problem if records is not None else None)
         world.place.step = state.step + 1
-        targets, stops = agree(world, batch, wants_stop=wish is not None)
+        targets, stops, ready = agree(world, batch, wants_stop=wish is not None)
         world.place.patient = stops
         if stops:
             finished = log.flush()  # raises before a bad state could be saved
@@ -375,7 +379,10 @@ def _run_steps(
             if saved != state.step:
                 save(state, inputs, world, records, last=True)
             return most_urgent(world.gather(wish))
+        if batch is None or not ready:  # an epoch's index takes its time: a stop is heard nevertheless, by all ranks
+            continue
 
+        loader.advance()
         done = train_step(state, inputs, world, batch, targets)
         done.facts["stats/loader_wait_seconds"], waited = loader.waited - waited, loader.waited
         finished = log.push(done)

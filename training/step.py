@@ -70,11 +70,15 @@ class PendingStep:
 # One step
 
 
-def agree(world: World, batch: StepBatch, wants_stop: bool) -> tuple[tuple[int, int], bool]:
-    """Targets of the global batch by objective, and whether any rank wants to stop (summed by the hosts)."""
-    facts = torch.tensor([*batch.targets.tolist(), int(wants_stop)])
-    masked, causal, stops = world.sum(facts, "the agreement before a step").tolist()
-    return (masked, causal), stops > 0
+def agree(world: World, batch: StepBatch | None, wants_stop: bool) -> tuple[tuple[int, int], bool, bool]:
+    """Targets of the global batch by objective, whether any rank wants to stop, and whether all have their rows.
+
+    batch: this rank's rows, None where they are not ready. Summed by the hosts.
+    """
+    targets = [0, 0] if batch is None else batch.targets.tolist()
+    facts = torch.tensor([*targets, int(wants_stop), int(batch is None)])
+    masked, causal, stops, missing = world.sum(facts, "the agreement before a step").tolist()
+    return (masked, causal), stops > 0, missing == 0
 
 
 def warm_up(state: TrainState, inputs: Inputs, world: World, split: str) -> str:

@@ -156,7 +156,7 @@ def _timed_step(
 ) -> tuple[float, dict[str, float]]:
     """Seconds of one optimizer step, and the mean loss of each objective in it."""
     start = time.perf_counter()
-    targets, _ = agree(world, batch, wants_stop=False)
+    targets, *_ = agree(world, batch, wants_stop=False)
     records = log.push(train_step(state, inputs, world, batch, targets)) + log.flush()  # waits for the device
     seconds = time.perf_counter() - start
     losses = {name: records[-1].get(f"train/{name}_loss") for name in OBJECTIVES}
