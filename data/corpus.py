@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from threading import Event
@@ -86,6 +86,8 @@ class Corpus:
             self.sources.append(Source(part, repeat, first, count))
             self.shards += shards
             first += count
+        if not any(source.uses_before(1) for source in self.sources):  # an epoch of less than half a document
+            self.sources = [replace(source, rounded_up=True) for source in self.sources]
         _refuse_twice(path, self.shards)
         if not allow_open_files(len(self.shards)):  # a mapped file keeps a descriptor
             raise CorpusError(
@@ -112,8 +114,6 @@ class Corpus:
         self._uses_before = lru_cache(maxsize=8)(self._count_uses)
         self._bytes_mapped = 0
         self.indices: dict[tuple[int | None, int], EpochIndex] = {}  # of its streams, by key and epoch
-        if self.documents_in(0) == 0:
-            raise CorpusError(f'{path}: the first epoch holds no document, so small are its fractions; raise "repeat"')
 
     @property
     def sampled(self) -> bool:

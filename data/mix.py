@@ -29,6 +29,7 @@ class Source:
     repeat: float
     first_document: int
     num_documents: int
+    rounded_up: bool = False
 
     @cached_property
     def _per_epoch(self) -> Fraction:
@@ -40,9 +41,9 @@ class Source:
         return not float(self.repeat).is_integer()
 
     def uses_before(self, epoch: int) -> int:
-        """Documents used before `epoch`, repeats counted: repeat x num_documents x epoch, rounded half up."""
-        rate = self._per_epoch
-        return (2 * epoch * rate.numerator + rate.denominator) // (2 * rate.denominator)
+        """Documents used before `epoch`, repeats counted: repeat x num_documents x epoch, rounded (half up, or up)."""
+        uses, whole = 2 * epoch * self._per_epoch.numerator, self._per_epoch.denominator
+        return (uses + (2 * whole - 2 if self.rounded_up else whole)) // (2 * whole)
 
 
 def read_mix(path: Path) -> list[tuple[str, float]]:
