@@ -4,11 +4,17 @@
 
 Writes a synthetic corpus of `--tokens` tokens (documents of about 500) to a temporary folder, builds causal and masked
 rows at several lengths on one thread, masks and labels included, and prints the memory beyond the process's base.
+
+    python benchmarks/loader.py --tokens 60000000 --mean_length 60 --shards 1 100 1000 10000
+
+writes it as so many shards, one number after the other, and prints what an epoch's index costs a document and a step's
+rows cost in CPU time, and what rows cost whose tokens are not in memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -21,7 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.measuring import write_results
-from data.corpus import Corpus
+from data.corpus import Corpus, TokenStream
 from data.loader import BatchBuilder
 from data.masking import MaskingOptions
 from data.plan import CAUSAL, MASKED, DataPlan, RowRange
@@ -73,15 +79,79 @@ def measure(corpus: Corpus, length: int, objective: int, tokens: int, repeats: i
     return sorted(rates)[len(rates) // 2]
 
 
+def evict(corpus: Corpus) -> None:
+    """Have the system forget what the shards' files hold, but for pages that are mapped."""
+    corpus.drop_cache()
+    for shard in corpus.shards:
+        with shard.path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def bytes_from_disk() -> int:
+    """What this process has had read from disks so far."""
+    return int(Path("/proc/self/io").read_text().split("read_bytes:")[1].split()[0])
+
+
+def measure_shards(corpus: Corpus, rows: int = 2048, length: int = 128, repeats: int = 5) -> dict[str, float]:
+    """CPU time of an epoch's index and of a step's rows; time and bytes of cold rows."""
+    documents = sum(len(shard.offsets) - 1 for shard in corpus.shards)  # and all files are mapped
+    stream, generator = TokenStream(corpus, 7), np.random.default_rng(1)
+    start = time.process_time()
+    stream.read(0, 1)
+    index = time.process_time() - start
+    positions = generator.integers(0, corpus.tokens_before_epoch(1) - length - 1, (repeats + 1, rows))
+    stream.read_rows(positions[0], length + 1)
+    times = []
+    for some in positions[1:]:
+        start = time.process_time()
+        stream.read_rows(some, length + 1)
+        times.append(time.process_time() - start)
+    evict(corpus)
+    read, start = bytes_from_disk(), time.perf_counter()
+    stream.read_rows(positions[0][: rows // 8], length + 1)
+    seconds, read = time.perf_counter() - start, bytes_from_disk() - read
+    return {
+        "shards": len(corpus.shards),
+        "index_ns_per_document": index / documents * 1e9,
+        "tokens_per_cpu_second": rows * length / sorted(times)[repeats // 2],
+        "cold_ms_per_row": seconds / (rows // 8) * 1e3,
+        "cold_kib_per_row": read / (rows // 8) / 1024,
+    }
+
+
+def scale_shards(options: argparse.Namespace) -> list[dict[str, float]]:
+    """`measure_shards` for every number of shards asked for."""
+    results = []
+    for number in options.shards:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            write_corpus(Path(folder), options.tokens, options.mean_length, -(-options.tokens // number))
+            corpus = Corpus(f"{folder}/*.shard", tokenizer_hash=None, bos_id=1, eos_id=2)
+            results.append(found := measure_shards(corpus))
+        print(
+            f"{found['shards']:6} shards: index {found['index_ns_per_document']:6.0f} ns CPU a document, rows "
+            f"{found['tokens_per_cpu_second'] / 1e6:6.2f} M tokens a second of CPU, cold rows "
+            f"{found['cold_ms_per_row']:.3f} ms and {found['cold_kib_per_row']:,.0f} KiB from the disk",
+            flush=True,
+        )
+    return results
+
+
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tokens", type=int, default=1_000_000_000, help="size of the corpus in tokens (default: 1e9)")
     parser.add_argument("--mean_length", type=int, default=500, help="mean document length in tokens (default: 500)")
+    parser.add_argument(
+        "--shards", type=int, nargs="*", default=[], help="numbers of shards to compare (default: none)"
+    )
     parser.add_argument("--folder", default=None, help="where to write the corpus (default: a temporary folder)")
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.shards:
+        write_results(options, results=scale_shards(options))
+        return 0
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         write_corpus(Path(folder), options.tokens, options.mean_length)
         base = resident_bytes()
