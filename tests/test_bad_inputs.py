@@ -234,6 +234,17 @@ def test_a_run_of_the_first_version_resumes_and_other_data_is_refused(inputs, tm
     assert locate(tmp_path / "run").record["data"] == corpus.identity()
 
 
+def test_a_run_of_the_first_version_with_fractions_is_told_why_it_cannot_go_on(inputs, tmp_path, capsys):
+    mix, arguments = tmp_path / "mix.json", {"max_steps": 2, "valid_path": "", "save_every": 1}
+    mix.write_text(json.dumps({"sources": [{"path": str(inputs / "train" / "*.shard"), "repeat": 0.5}]}))
+    assert attempt(flags(inputs, tmp_path, **arguments, train_path=mix), capsys)[0] == 0
+    for place in list_checkpoints(tmp_path / "run" / "checkpoints"):
+        record = json.loads((place / "checkpoint.json").read_text())
+        del record["held_out"]
+        (place / "checkpoint.json").write_text(json.dumps(record))
+    refused(flags(inputs, tmp_path, **arguments, train_path=mix), capsys, "--train_path", "fractions", "keyed sample")
+
+
 def test_a_shard_that_shrinks_in_mid_run_is_named(inputs, tmp_path, capsys, monkeypatch):
     shard = tmp_path / "copy" / "part_1.shard"
     shutil.copytree(inputs / "train", shard.parent)
