@@ -126,7 +126,9 @@ def examine(doctor: Doctor, request: Request) -> None:
             doctor.check("kernels", kernels, kernel_report.judge, _STEP_SECONDS)
         doctor.check("epochs", dict, lambda _: run_checks.judge_epochs(plan))
         splits = doctor.check("batch", lambda: check_world(plan, planned), lambda _: judge_batch(plan, planned))
-        if places and splits is not None:
+        if splits is None:
+            doctor.skip("rows cannot be shared out", "memory")
+        elif places:
             doctor.check("memory", dict, lambda _: judge_memory(plan, places, device, planned))
         start = run["step"] if run else 0
         if world is None or meeting.lost or splits is None:
