@@ -39,9 +39,9 @@ from training.status import (
     read_status,
     write_status,
 )
-from training.stopping import RestartRefused, register_attempt
+from training.stopping import RestartRefused, excuse_attempt, register_attempt
 
-_EARLY = {128 + signal.SIGUSR1, 128 + signal.SIGUSR2, 128 + signal.SIGTERM}
+_EARLY = {128 + signal.SIGHUP, 128 + signal.SIGUSR1, 128 + signal.SIGUSR2, 128 + signal.SIGTERM}
 
 
 def finish(config: TrainingConfig, environment: Environment, exit_code: int, requeue_on_crash: bool) -> tuple[int, str]:
@@ -66,6 +66,8 @@ def finish(config: TrainingConfig, environment: Environment, exit_code: int, req
         cause = f"a rank ended with exit code {exit_code}; its error is above"
     wanted = status is not None and status.state == REQUEUE_WANTED
     early = exit_code in _EARLY and failure is None
+    if early:
+        excuse_attempt(config, environment)
     kind = kind_of_code(exit_code) if failure is None else KINDS.get(failure.kind, BUG)
     code = exit_code if failure is None else kind.code
     if config.requeue == "never" or not (wanted or early or (kind.retried and requeue_on_crash)):
@@ -79,7 +81,7 @@ def _requeue(
     assert environment.job_id is not None
     step = newest_step(*checkpoint_folders(config.run_folder))
     try:
-        register_attempt(config.run_folder, environment, step, config.max_restarts)
+        register_attempt(config, environment, step)
     except RestartRefused as error:
         return _fail(config, environment, status, exit_code, f"{cause}. {error}")
     outcome, answer = preemption.requeue(environment.job_id, environment.restart_count)

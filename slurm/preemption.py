@@ -7,10 +7,12 @@ script has put the time limit into the environment and does the requeue itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from dataclasses import dataclass
 from types import FrameType
@@ -21,20 +23,25 @@ _COMMAND_SECONDS = 30  # a busy controller may take long to answer
 _ASK_AGAIN_SECONDS = 15.0  # between questions once the limit is near: it may have been extended
 _COMES_BACK = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 
+_START_AGAIN = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
 REQUEUED, CANCELLED, NO_COMMAND, REFUSED = "requeued", "cancelled", "no scontrol", "refused"
 
 
 class StopSignals:
-    """Context manager that turns stop signals into `received`; a further signal changes nothing.
+    """Context manager that turns stop signals into `received`; of further ones only the third Ctrl-C changes anything.
 
-    SIGUSR1, SIGUSR2 and SIGTERM ask to save and, in a SLURM job, to be started again; SIGINT asks to save and end.
+    SIGUSR1, SIGUSR2, SIGTERM and SIGHUP (a closed terminal) ask to save and, in a SLURM job, to be started again;
+    SIGINT asks to save and end. Rank 0 answers at once, whatever its main thread waits for.
     """
 
     def __init__(self, *numbers: signal.Signals) -> None:
         self.received: str | None = None
         self.stopped_early = False  # set by whoever acts on a stop, for the caller to know
-        self._numbers = numbers or (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+        self._numbers = numbers or (signal.SIGINT, *_START_AGAIN)
         self._previous: dict[int, object] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._presses, self._answered = 0, False
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.received is None:
@@ -43,14 +50,51 @@ class StopSignals:
     def install(self, *numbers: signal.Signals) -> None:
         """Handle these signals too, until the context ends."""
         for number in numbers:
-            if number not in self._previous:
+            ignored = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN  # nohup
+            if number not in self._previous and not ignored:
                 self._previous[number] = signal.signal(number, self._handle)
 
     def __enter__(self) -> StopSignals:
         self.install(*self._numbers)
+        if self._pipe is None:
+            # Python's handlers wait for the main thread, which may be inside a collective; this byte does not.
+            self._pipe = os.pipe()
+            os.set_blocking(self._pipe[1], False)
+            signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            threading.Thread(target=self._answer_all, args=(self._pipe[0],), daemon=True).start()
         return self
 
+    def _answer_all(self, pipe: int) -> None:
+        while number := os.read(pipe, 1):
+            self._answer(number[0])
+        os.close(pipe)
+
+    def _answer(self, number: int) -> None:
+        """Say what a signal does; the third Ctrl-C does it."""
+        if number not in self._previous:
+            return
+        self._presses += number == signal.SIGINT
+        if number != signal.SIGINT or self._presses == 1:
+            more = "; Ctrl-C twice more ends it now, without saving" if number == signal.SIGINT else ""
+            words = f"{signal.Signals(number).name}: the run finishes this step or batch, saves and stops{more}"
+            if self._answered:
+                return
+            self._answered = True
+        elif self._presses == 2:
+            words = "still on its way to save; Ctrl-C once more ends it now, and what is not saved is lost"
+        else:
+            words = "ended by the third Ctrl-C: the same command goes on from the last checkpoint"
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            with contextlib.suppress(OSError):  # the console may be what is gone
+                os.write(2, f"\n{words}\n".encode())
+        if self._presses > 2:
+            os._exit(128 + signal.SIGINT)
+
     def __exit__(self, *_exception: object) -> None:
+        if self._pipe is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._pipe[1])
+            self._pipe = None
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned before
         self._previous.clear()
@@ -61,7 +105,7 @@ def early_signals() -> StopSignals:
 
     Only inside a SLURM job. Elsewhere SIGTERM and Ctrl-C end a program that has not begun, as everyone expects.
     """
-    signals = StopSignals(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    signals = StopSignals(*_START_AGAIN)
     return signals.__enter__() if "SLURM_JOB_ID" in os.environ else signals
 
 

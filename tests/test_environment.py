@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
+from runs import ROOT
 
 from slurm import preemption
 from slurm.environment import (
@@ -17,6 +21,8 @@ from slurm.environment import (
     tasks_per_node,
 )
 from slurm.preemption import StopSignals, TimeLimit, parse_duration
+from training.config import TrainingConfig
+from training.stopping import RestartRefused, StopConditions, excuse_attempt, register_attempt
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -236,3 +242,83 @@ def test_time_limit(fake_slurm, monkeypatch):
     told = read_environment({**SLURM, "SLURM_JOB_END_TIME": str(int(time.time()) + 100)})
     assert 98 < TimeLimit(told).seconds_left <= 101
     assert not TimeLimit(read_environment({})).reached(1e9)
+
+
+_HANGING = """
+import ctypes, signal, sys
+sys.path.insert(0, {root!r})
+from slurm.preemption import StopSignals
+with StopSignals():
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    print("ready", flush=True)
+    libc.pthread_mutex_lock(mutex)  # for ever, and no signal wakes it: as in a collective of a lost rank
+"""
+
+
+def test_ctrl_c_is_answered_at_once_and_the_third_ends():
+    command = [sys.executable, "-c", _HANGING.format(root=str(ROOT))]
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "SLURM_PROCID")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=kept)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        for words in ("SIGINT: the run finishes this step", "still on its way to save", "ended by the third Ctrl-C"):
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.readline() == "\n"
+            assert process.stdout.readline().startswith(words)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_closed_terminal_is_ignored_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def short_config(folder: Path, **flag) -> TrainingConfig:
+    return TrainingConfig(
+        train_path="-", config_file="-", tokenizer_path="-", name="run", output_dir=str(folder), **flag
+    )
+
+
+def test_the_lead_before_the_time_limit_forgets_the_start(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("training.stopping.time.monotonic", lambda: now[0])
+    conditions = StopConditions(short_config(tmp_path), StopSignals(), read_environment({}), None, 2_000_000_000)
+    assert conditions.lead == 80  # two saves of 10 s, estimated, and the margin
+    for seconds in (240, 30, 1, 4, 1):  # compilation, the first step, steps, a validation
+        now[0] += seconds
+        conditions.wish(None)
+    conditions.saved(3.0)
+    assert conditions.lead == 4 + 2 * 3 + 60
+    conditions.saved(2.0)
+    assert conditions.lead == 70
+
+
+def test_starts_that_a_signal_ended_are_not_fruitless(tmp_path, fake_slurm):
+    config = short_config(tmp_path, max_fruitless_starts=2)
+    fake_slurm("RUNNING 1:00:00 0")
+
+    def start(count: int) -> int:
+        place = read_environment({**SLURM, "SLURM_RESTART_COUNT": str(count)})
+        return register_attempt(config, place, 5).without_progress
+
+    def end_by_signal(count: int) -> None:
+        excuse_attempt(config, read_environment({**SLURM, "SLURM_RESTART_COUNT": str(count)}))
+
+    for count in range(4):  # preempted while starting, again and again
+        assert start(count) == 0
+        end_by_signal(count)
+    assert start(4) == 0
+    fake_slurm("RUNNING 2:00 0")  # the limit comes near: starting takes too long for it
+    end_by_signal(4)
+    assert start(5) == 1
+    with pytest.raises(RestartRefused, match=r"last 2 starts left no new checkpoint .*--max_fruitless_starts 2"):
+        start(6)

@@ -101,12 +101,14 @@ def test_killed_inside_a_save(inputs, whole, tmp_path):
     assert_same_run(whole, folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_exits_with_the_command_that_resumes(inputs, whole, tmp_path, number):
     arguments, folder = flags(inputs, tmp_path, save_every=0), tmp_path / "run"
     process = start(arguments, 0)
     said = kill_when(process, lambda: steps_done(folder) >= 5, number)
-    assert process.returncode == (0 if number == signal.SIGINT else 143), said  # nobody pressed a key: not finished
+    code = 0 if number == signal.SIGINT else 128 + number  # where nobody pressed a key: not finished
+    assert process.returncode == code, said
+    assert said.count(f"{signal.Signals(number).name}: the run finishes this step or batch, saves and stops") == 1
     step = locate(folder).step
     assert 5 <= step < STEPS
     assert f"stopped by {signal.Signals(number).name} after step {step}" in said

@@ -237,6 +237,13 @@ class TrainingConfig:
     max_restarts: int = _flag(
         200, "restarts of one job after which it fails instead of starting again", "jobs", fixed=False
     )
+    max_fruitless_starts: int = _flag(
+        2,
+        "starts of one job in a row that leave no new checkpoint behind, after which it fails instead of starting "
+        "again; those that a signal ended do not count",
+        "jobs",
+        fixed=False,
+    )
     time_limit_margin: float = _flag(
         60.0,
         "seconds that stay free before the job's time limit, besides the measured time of a save, when the run saves "
@@ -386,7 +393,14 @@ def check(config: TrainingConfig) -> None:
     _require(
         total <= 1, "warmup_proportion", config.warmup_proportion, f"with --cooldown_proportion: {total:g}, above 1"
     )
-    for name in ("learning_rate", "optimizer_eps", "batch_reduction", "collective_timeout", "step_timeout"):
+    for name in (
+        "max_fruitless_starts",
+        "learning_rate",
+        "optimizer_eps",
+        "batch_reduction",
+        "collective_timeout",
+        "step_timeout",
+    ):
         value = getattr(config, name)
         _require(math.isfinite(value) and value > 0, name, value, "it must be above 0")
     for name in ("weight_decay", "z_loss_weight", "max_gradient"):

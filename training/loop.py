@@ -258,7 +258,7 @@ def train(inputs: Inputs, world: World, signals: StopSignals, stack: ExitStack) 
                 print(f"note: this job has run before, but there is no {home}: is its disk mounted here?", flush=True)
             if environment.job_id is not None:
                 step = newest_step(*checkpoint_folders(config.run_folder))
-                attempts.append(register_attempt(config.run_folder, environment, step, config.max_restarts))
+                attempts.append(register_attempt(config, environment, step))
             patience = _LOCK_SECONDS if restarted else 0.0
             folders.append(stack.enter_context(closing(RunFolder(config.run_folder, patience))))
             return find_start(folders[0], inputs, restarted, environment.job_id)

@@ -118,21 +118,26 @@ def first_failure(folder: Path, job_id: str | None, restart_count: int) -> Failu
 # Attempts
 
 
-def _attempts(folder: Path) -> list[dict[str, Any]]:
-    """The starts that attempts.jsonl holds, without damaged lines."""
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    """What attempts.jsonl holds, without damaged lines."""
     try:
-        lines = [content for _line, content in json_lines(folder / "attempts.jsonl") if content is not None]
+        return [content for _line, content in json_lines(folder / "attempts.jsonl") if content is not None]
     except OSError:
         return []
+
+
+def _attempts(folder: Path) -> list[dict[str, Any]]:
+    """The starts that attempts.jsonl holds."""
     whole = {"job_id", "restart_count", "newest_step"}
-    return [line for line in lines if line.keys() >= whole]
+    return [line for line in _lines(folder) if line.keys() >= whole]
 
 
 @dataclass(frozen=True)
 class Attempt:
     """One start of a run, as registered in attempts.jsonl.
 
-    without_progress: how many starts of this job right before this one left no newer checkpoint behind.
+    without_progress: how many starts of this job right before this one left no newer checkpoint behind, those left out
+    that a signal ended.
     """
 
     folder: Path
@@ -155,11 +160,12 @@ def begin_attempt(folder: Path, environment: Environment, newest_step: int) -> A
     """
     job_id, restart_count = environment.job_id, environment.restart_count
     known = [attempt for attempt in _attempts(folder) if job_id is not None and attempt["job_id"] == job_id]
-    without_progress = 0
+    ended = [line for line in _lines(folder) if line.get("job_id") == job_id]
+    excused, without_progress = {line["restart_count"] for line in ended if "ended_by_signal" in line}, 0
     for attempt in reversed([attempt for attempt in known if attempt["restart_count"] < restart_count]):
         if attempt["newest_step"] != newest_step:  # also a lower one: the run was rolled back, then went on
             break
-        without_progress += 1
+        without_progress += attempt["restart_count"] not in excused
     if not any(attempt["restart_count"] == restart_count for attempt in known):
         line = {
             "job_id": job_id,
@@ -168,9 +174,19 @@ def begin_attempt(folder: Path, environment: Environment, newest_step: int) -> A
             "host": socket.gethostname(),
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "attempts.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        _append(folder, line)
     return Attempt(folder, job_id, restart_count, without_progress)
+
+
+def end_attempt(folder: Path, environment: Environment) -> None:
+    """Note that a signal ended this start. Raises OSError where `folder` cannot be written."""
+    line = {"job_id": environment.job_id, "restart_count": environment.restart_count, "ended_by_signal": True}
+    _append(folder, line)
+
+
+def _append(folder: Path, line: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "attempts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

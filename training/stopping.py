@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from training.status import (
     STOPPED,
     Attempt,
     begin_attempt,
+    end_attempt,
     write_status,
 )
 
-FRUITLESS_ATTEMPTS = 2  # starts in a row without a new checkpoint after which a job fails instead of starting again
+_LIMIT_SECONDS = 900.0  # before the time limit in which a signal may be SLURM's word that it comes near (--signal)
 _LOOK_SECONDS = 5.0  # between looks into the run folder
 _ASSUMED_BYTES_PER_SECOND = 2e8  # of a save, until one has been measured
 
@@ -68,7 +70,7 @@ class StopConditions:
         self._signals, self._attempt = signals, attempt
         self._limit = TimeLimit(environment) if attempt is not None else None
         self._save_seconds = checkpoint_bytes / _ASSUMED_BYTES_PER_SECOND
-        self._round_seconds, self._round_began = 0.0, time.monotonic()
+        self._round_seconds, self._round_began, self._rounds, self._measured = 0.0, time.monotonic(), 0, False
         self._next_look = 0.0
 
     def signalled(self) -> bool:
@@ -76,8 +78,9 @@ class StopConditions:
         return self._signals.received is not None
 
     def saved(self, seconds: float) -> None:
-        """A save has taken `seconds`: the slowest counts."""
-        self._save_seconds = max(self._save_seconds, seconds)
+        """A save has taken `seconds`: the slowest counts, and until the first an estimate."""
+        self._save_seconds = max(self._save_seconds, seconds) if self._measured else seconds
+        self._measured = True
 
     @property
     def lead(self) -> float:
@@ -87,7 +90,11 @@ class StopConditions:
     def wish(self, problem: str | None) -> Stop | None:
         """Whether this rank wants to stop now. problem: a sentence where this rank cannot go on."""
         now = time.monotonic()
-        self._round_seconds, self._round_began = max(self._round_seconds, now - self._round_began), now
+        seconds, self._round_began, self._rounds = now - self._round_began, now, self._rounds + 1
+        if self._rounds <= 3:  # the start is no round, and the first one, in which much happens once, no measure
+            self._round_seconds = seconds if self._rounds > 1 else 0.0
+        else:
+            self._round_seconds = max(self._round_seconds, seconds)
         if problem:
             return Stop(PROBLEM, problem)
         received = self._signals.received
@@ -102,20 +109,29 @@ class StopConditions:
         return None
 
 
-def register_attempt(folder: Path, environment: Environment, newest_step: int, max_restarts: int) -> Attempt:
+def register_attempt(config: TrainingConfig, environment: Environment, newest_step: int) -> Attempt:
     """Register this start of the run. Raises RestartRefused where the job goes round in circles."""
-    attempt = begin_attempt(folder, environment, newest_step)
+    attempt = begin_attempt(config.run_folder, environment, newest_step)
     reason = None
-    if environment.restart_count > max_restarts:
-        reason = f"it has been restarted {environment.restart_count} times (--max_restarts {max_restarts})"
-    elif attempt.without_progress >= FRUITLESS_ATTEMPTS:
+    if environment.restart_count > config.max_restarts:
+        reason = f"it has been restarted {environment.restart_count} times (--max_restarts {config.max_restarts})"
+    elif attempt.without_progress >= config.max_fruitless_starts:
         reason = (
             f"its last {attempt.without_progress} starts left no new checkpoint behind (the newest is of step "
-            f"{newest_step}); look for the cause in the log, allow more time or lower --save_every, and submit it anew"
+            f"{newest_step}); look for the cause in the log, allow more time or lower --save_every, and submit it anew "
+            f"(--max_fruitless_starts {config.max_fruitless_starts})"
         )
     if reason:
         raise RestartRefused(f"job {environment.job_id} stops here: {reason}")
     return attempt
+
+
+def excuse_attempt(config: TrainingConfig, environment: Environment) -> None:
+    """Note that a signal ends this start: that nothing was saved is no sign of a crash, unless its time was up."""
+    left = TimeLimit(environment).seconds_left
+    if left is None or left > _LIMIT_SECONDS:
+        with suppress(OSError):
+            end_attempt(config.run_folder, environment)
 
 
 def may_requeue(stop: Stop, config: TrainingConfig, environment: Environment) -> bool:
@@ -132,11 +148,13 @@ def conclude(stop: Stop, step: int, config: TrainingConfig, environment: Environ
     if stop.kind == PROBLEM:
         state, code = FAILED, HARDWARE.code
     elif may_requeue(stop, config, environment):
+        excuse_attempt(config, environment)
         state, reason, code = _requeue(environment, config.max_restarts, stop.text)
         words += f"; {reason}"
     elif stop.kind == PREEMPTION and environment.job_id is None:
         code = signal_code(stop.text)
-    write_status(config.run_folder, environment, state, reason, step, config.max_steps)
+    with suppress(OSError):  # a full disk; what there was to save is saved, and a requeue has been asked for
+        write_status(config.run_folder, environment, state, reason, step, config.max_steps)
     return code, words
 
 
