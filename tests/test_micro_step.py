@@ -10,6 +10,7 @@ from data.loader import TENSORS, RowBatch
 from tests.runs import ROOT, flags, make_inputs, run, training_lines
 from training import loop, micro_step, step
 from training.distributed import single_world
+from training.errors import USER
 from training.micro_step import MicroSteps, choose_rows, choose_slots
 from training.parallel import Gradients
 from training.status import read_status
@@ -133,7 +134,7 @@ def test_too_little_memory_is_one_sentence_before_the_first_step(tmp_path: Path,
 
     monkeypatch.setattr(loop, "compile_layers", lambda model: None)
     monkeypatch.setattr(loop, "warm_up", warm_up)
-    assert loop.main(flags(make_inputs(tmp_path / "inputs"), tmp_path, compile=True), "", single_world) == 1
+    assert loop.main(flags(make_inputs(tmp_path / "inputs"), tmp_path, compile=True), "", single_world) == USER.code
     error = "error: CUDA out of memory; lower --local_batch_size: it changes speed alone\n"
     assert capsys.readouterr().err == error
     assert not training_lines(tmp_path / "run")
