@@ -54,11 +54,12 @@ def tell(error: BaseException, config: TrainingConfig | None, world: World | Non
         print("interrupted before the first step; nothing was lost", file=sys.stderr, flush=True)
         return INTERRUPTED
     follows = isinstance(error, OtherRankFailed) or (isinstance(error, HardwareError) and error.secondary)
-    if follows:
-        _await_launcher()
     if isinstance(error, OtherRankFailed):
+        _await_launcher()
         return BUG.code
     kind = kind_of(error)
+    if follows and _await_launcher():
+        return kind.code  # and leaves no word: the launcher knows of the other
     if isinstance(error, torch.OutOfMemoryError):
         text = out_of_memory(error)
     elif isinstance(error, OSError) and kind is not BUG:
@@ -69,13 +70,15 @@ def tell(error: BaseException, config: TrainingConfig | None, world: World | Non
     return kind.code
 
 
-def _await_launcher() -> None:
+def _await_launcher() -> bool:
+    """Whether the launcher has asked this process to end."""
     came: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda given, _frame: came.append(given))
     deadline = time.monotonic() + _LAUNCHER_SECONDS
     while not came and time.monotonic() < deadline:
         time.sleep(0.1)
+    return bool(came)
 
 
 def _report(
