@@ -4,8 +4,9 @@
 
 The ranks requeue their job themselves. Left for this script are the cases where they cannot: a container without
 scontrol, a signal that came before Python could handle it, and, with REQUEUE_ON_CRASH=1, a failure of hardware or
-network (training/errors.py has the kinds). Which kind it was the ranks have left in the run folder; srun knows only how
-the worst of them ended, perhaps by its own hand. This script's exit code is the job's.
+network (training/errors.py has the kinds), after which the next start avoids the host at fault, where there is a single
+one. Which kind it was the ranks have left in the run folder; srun knows only how the worst of them ended, perhaps by
+its own hand. This script's exit code is the job's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from slurm import preemption
 from slurm.environment import Environment, read_environment
 from training.checkpoint_names import checkpoint_folders, newest_step
 from training.config import ConfigError, TrainingConfig, parse_config
-from training.errors import BUG, DONE, KINDS, kind_of_code
+from training.errors import BUG, DONE, HARDWARE, KINDS, kind_of_code
 from training.status import (
     FAILED,
     FINISHED,
@@ -36,6 +37,7 @@ from training.status import (
     RUNNING,
     Status,
     first_failure,
+    hosts_at_fault,
     read_status,
     write_status,
 )
@@ -72,22 +74,31 @@ def finish(config: TrainingConfig, environment: Environment, exit_code: int, req
     code = exit_code if failure is None else kind.code
     if config.requeue == "never" or not (wanted or early or (kind.retried and requeue_on_crash)):
         return _fail(config, environment, status, code, cause)
-    return _requeue(config, environment, status, code, cause)
+    host = failure.host_at_fault if failure is not None and kind is HARDWARE else ""
+    return _requeue(config, environment, status, code, cause, host)
 
 
 def _requeue(
-    config: TrainingConfig, environment: Environment, status: Status | None, exit_code: int, cause: str
+    config: TrainingConfig, environment: Environment, status: Status | None, exit_code: int, cause: str, host: str
 ) -> tuple[int, str]:
+    """host: the one at fault, which the next start avoids if it can; "" if that is not known."""
     assert environment.job_id is not None
     step = newest_step(*checkpoint_folders(config.run_folder))
     try:
         register_attempt(config, environment, step)
     except RestartRefused as error:
         return _fail(config, environment, status, exit_code, f"{cause}. {error}")
+    nodes, words = [], ""
+    if host and hosts_at_fault(config.run_folder, environment.job_id, environment.restart_count) == {host}:
+        blamed = hosts_at_fault(config.run_folder, environment.job_id) - {host}
+        nodes, words = preemption.plan_exclusion(environment.job_id, host, blamed)
     outcome, answer = preemption.requeue(environment.job_id, environment.restart_count)
     if outcome == preemption.REQUEUED:
         write_status(config.run_folder, environment, REQUEUED, cause, step, config.max_steps)
-        return DONE, f"{cause}{'; ' if cause else ''}SLURM starts job {environment.job_id} again"
+        if nodes and (refusal := preemption.exclude(environment.job_id, nodes)):  # a running job cannot be changed
+            nodes, words = [], f"{host} is not excluded: {refusal}"
+        words = f"{' ' if nodes else '; '}{words}" if words else ""
+        return DONE, f"{cause}{'; ' if cause else ''}SLURM starts job {environment.job_id} again{words}"
     reason = "it was cancelled" if outcome == preemption.CANCELLED else answer or outcome
     return _fail(config, environment, status, exit_code, f"{cause}; job {environment.job_id} is not requeued: {reason}")
 
@@ -119,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = parse_config(arguments.flags, "")
     except (ConfigError, SystemExit):
         return arguments.exit_code
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # as the job script did; a requeue sends TERM, with work left to do here
     crash = os.environ.get("REQUEUE_ON_CRASH", "0") not in ("", "0")
     try:
         code, words = finish(config, read_environment(os.environ, alone=True), arguments.exit_code, crash)

@@ -14,10 +14,11 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import FrameType
 
-from slurm.environment import Environment
+from slurm.environment import Environment, expand_node_list
 
 _COMMAND_SECONDS = 30  # a busy controller may take long to answer
 _ASK_AGAIN_SECONDS = 15.0  # between questions once the limit is near: it may have been extended
@@ -178,6 +179,60 @@ def requeue(job_id: str, restart_count: int) -> tuple[str, str]:
     if answer.returncode == 0 or "pending" in answer.stderr.lower():  # pending: a requeue came before ours
         return REQUEUED, ""
     return REFUSED, " ".join(answer.stderr.split())
+
+
+# Nodes that the next start does without
+
+_USABLE = ("idle", "mixed", "allocated", "completing", "planned")  # as in sinfo; * is silent, $ in maintenance
+
+
+def plan_exclusion(job_id: str, host: str, blamed: Collection[str]) -> tuple[list[str], str]:
+    """All nodes that the next start of a job is to avoid so that it avoids `host`, and what to say about it.
+
+    No nodes where the job cannot do without `host`: as many as it has now must be left of the same kind. blamed: hosts
+    at fault at earlier starts; where nodes run out, these may be used again, never those that the user has excluded.
+    """
+    try:
+        fields = _lines("squeue", "--noconvert", "--states=all", "--jobs", job_id, "--format=%P|%D|%n|%x|%v|%f")[0]
+        partition, count, required, excluded, reservation, features = fields.split("|", 5)
+        # With the features only where the job asks for some: they may name the rack
+        sort = "%G" if features in ("", "(null)") else "%G|%f"
+        listed = _lines("sinfo", "--Node", f"--partition={partition}", f"--format=%N|%T|{sort}")
+        nodes = {name: (state, kind) for name, state, kind in (line.split("|", 2) for line in listed)}
+        before = [] if excluded in ("", "(null)") else expand_node_list(excluded)
+        fixed = [] if required in ("", "(null)") else expand_node_list(required)
+        node = next((name for name in nodes if _short(name) == _short(host)), "")
+        needed = int(count)
+    except (ValueError, IndexError):
+        return [], f"{host} is not excluded: SLURM does not say what else the job could use"
+    if not node or node in fixed or reservation not in ("", "(null)"):
+        why = f"partition {partition} has no such node" if not node else "the job asks for that node or a reservation"
+        return [], f"{host} is not excluded: {why}"
+    usable = {name for name, (state, _) in nodes.items() if state.startswith(_USABLE) and state[-1] not in "*$"}
+    alike = {name for name in usable if nodes[name][1] == nodes[node][1]}
+    again = [name for name in before if _short(name) in map(_short, blamed)]
+    for dropped in ([], again):
+        avoided = [name for name in before if name not in dropped] + [node]
+        if len(alike.difference(avoided)) >= needed:
+            return avoided, f"without {node}" + (f", but with {', '.join(dropped)}: nodes run out" if dropped else "")
+    return [], f"{node} is not excluded: too few nodes like it would be left for a job of {needed}"
+
+
+def exclude(job_id: str, nodes: Collection[str]) -> str:
+    """Have a job that waits to start again avoid exactly these nodes; "" or why SLURM refuses (a running job)."""
+    answer = _ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}")
+    if answer is None:
+        return "scontrol does not answer"
+    return "" if answer.returncode == 0 else " ".join(answer.stderr.split())
+
+
+def _lines(command: str, *arguments: str) -> list[str]:
+    answer = _ask(command, "--noheader", *arguments)
+    return answer.stdout.splitlines() if answer is not None and answer.returncode == 0 else []
+
+
+def _short(host: str) -> str:
+    return host.partition(".")[0]
 
 
 class TimeLimit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -158,3 +159,51 @@ def test_a_job_is_retried_by_the_kind_of_its_first_failure(tmp_path, monkeypatch
     found, words = finish(config, place, srun, requeue_on_crash=False)
     assert found == (code or (failures[0][0].code if failures else srun))
     assert words.startswith("job 77 failed: ")
+
+
+_NODES = "".join(f"node{number}|{'down*' if number == 4 else 'mixed'}|gpu:4\n" for number in (1, 2, 3, 4))
+_NODES += "cpu1|idle|(null)\n"
+_RETRIED = f"rank 0 on {HERE} failed first: CUDA error; SLURM starts job 77 again"
+
+
+@pytest.mark.parametrize(
+    ("asks", "hosts", "blamed", "refusal", "excluded", "words"),
+    [
+        ("debug|2|||(null)|(null)", ["node3"], [], "", "node3", " without node3"),
+        ("debug|1||node[1,9]|(null)|(null)", ["node3.site"], [], "", "node1,node9,node3", " without node3"),
+        ("debug|1||node2|(null)|", ["node3"], ["node2"], "", "node2,node3", " without node3"),
+        ("debug|2||node9,node2|(null)|", ["node3"], ["node2"], "", "node9,node3", " without node3, but with node2"),
+        ("debug|2||node2|(null)|(null)", ["node3"], [], "", None, "; node3 is not excluded: too few nodes"),
+        ("debug|3|||(null)|(null)", ["node3"], [], "", None, "; node3 is not excluded: too few nodes"),
+        ("debug|1|node[2-3]||(null)|(null)", ["node3"], [], "", None, "; node3 is not excluded: the job asks"),
+        ("debug|1|||weekly|(null)", ["node3"], [], "", None, "; node3 is not excluded: the job asks"),
+        ("debug|1|||(null)|(null)", ["login"], [], "", None, "; login is not excluded: partition debug has no"),
+        ("", ["node3"], [], "", None, "; node3 is not excluded: SLURM does not say"),
+        ("debug|1|||(null)|(null)", ["node3"], [], "Access denied", "node3", "; node3 is not excluded: Access denied"),
+        ("debug|1|||(null)|(null)", ["node3", "node2"], [], "", None, ""),  # a file system that failed everywhere
+        ("debug|1|||(null)|(null)", [""], [], "", None, ""),
+    ],
+)
+def test_a_restart_avoids_the_host_at_fault(tmp_path, monkeypatch, asks, hosts, blamed, refusal, excluded, words):
+    """asks: what squeue tells of the job (partition, nodes, required, excluded, reservation, features)."""
+    told = []
+
+    def ask(*command: str) -> subprocess.CompletedProcess[str]:
+        told.append(command)
+        error = refusal if command[1] == "update" else ""
+        output = {"squeue": asks, "sinfo": _NODES}.get(command[0], "")
+        return subprocess.CompletedProcess(command, int(bool(error)), output, error)
+
+    monkeypatch.setattr(preemption, "_ask", ask)
+    config = TrainingConfig(train_path="-", config_file="-", tokenizer_path="-", name="run", output_dir=str(tmp_path))
+    config.run_folder.mkdir()
+    for restart, names in ((0, blamed), (1, hosts)):
+        for rank, host in enumerate(names):
+            place = Environment("slurm", rank=rank, world_size=8, job_id="77", restart_count=restart)
+            record_failure(config.run_folder, place, "CUDA error", kind=HARDWARE, host_at_fault=host)
+    code, said = finish(config, Environment("slurm", job_id="77", restart_count=1), 75, requeue_on_crash=True)
+    assert code == 0
+    assert said.startswith(_RETRIED + words) if words else said == _RETRIED
+    asked = [command[1:] for command in told if command[0] == "scontrol"]
+    update = [("update", "JobId=77", f"ExcNodeList={excluded}")] if excluded else []
+    assert asked == [("requeue", "77"), *update]  # in this order: only a pending job can be changed

@@ -43,12 +43,15 @@ def background(cluster, jobs) -> dict[str, str]:
 
 
 def test_preempted_signalled_and_requeued_by_hand(jobs, background, cluster):
-    """Three jobs at a time: preempted by a higher partition; signalled on rank 1 alone; requeued by hand."""
+    """Four jobs at a time: preempted by a higher partition; signalled on rank 1; requeued by hand; a GPU breaks."""
     slow = {"TEST_STEP_SECONDS": "0.5"}
-    names = ("preempted", "signalled", "by_hand")
+    names = ("preempted", "signalled", "by_hand", "broken")
     preempted = jobs.submit("preempted", "-wnode4", "--signal=USR1@60", env=slow)
     signalled = jobs.submit("signalled", "--ntasks=2", "-wnode3", env=slow)
     by_hand = jobs.submit("by_hand", "-wnode3", env=slow)
+    once, retry = {**slow, "TEST_DEVICE": "0:6"}, ("--requeue_on_crash",)
+    broken = jobs.submit("broken", "--exclude=node[1,4]", script=retry, env=once, save_every=5)
+    was_on = cluster.wait(broken, "RUNNING")["NodeList"]
     jobs.wait_for_step(preempted, "preempted", 5)
     high = cluster.sbatch("#!/bin/sh\nsleep 1\n", options=("--partition=high", "-wnode4", "--exclusive"))
     jobs.wait_for_step(by_hand, "by_hand", 5)
@@ -57,13 +60,16 @@ def test_preempted_signalled_and_requeued_by_hand(jobs, background, cluster):
     os.kill(cluster.pids(signalled)[1], signal.SIGUSR2)
     cluster.wait(high, "COMPLETED")
     outputs = {}
-    for name, job_id in zip(names, (preempted, signalled, by_hand), strict=True):
+    for name, job_id in zip(names, (preempted, signalled, by_hand, broken), strict=True):
         outputs[name] = jobs.check(name, job_id, launches=2)
         assert jobs.launches(name)[1]["start_step"] >= 5
         assert cluster.job(job_id)["Restarts"] == "1"  # exactly one requeue
     assert "stopped by SIGUSR1" in outputs["preempted"]
     assert "stopped by SIGUSR2" in outputs["signalled"]
     assert outputs["signalled"].count("SLURM starts job") == 1
+    assert f"SLURM starts job {broken} again without {was_on}\n" in outputs["broken"]
+    assert {*cluster.hosts(broken), was_on} == {"node2", "node3"}  # it went on on the other node
+    assert set(cluster.job(broken)["ExcNodeList"].split(",")) == {"node1", "node4", was_on}
 
 
 def test_a_node_goes_down(jobs, background, cluster):

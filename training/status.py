@@ -106,13 +106,24 @@ def record_failure(
 
 def first_failure(folder: Path, job_id: str | None, restart_count: int) -> Failure | None:
     """The earliest error of one start of a job; one that another rank caused counts only where no other is known."""
+    found = _failures(folder, f"{job_id or 'none'}_{restart_count}_*.json")
+    return min(found, key=lambda failure: (failure.secondary, failure.time), default=None)
+
+
+def hosts_at_fault(folder: Path, job_id: str, start: int | str = "*") -> set[str]:
+    """The hosts that the errors of one start (restart count) of a job, or of all its starts, name as their cause."""
+    found = _failures(folder, f"{job_id}_{start}_*.json")
+    return {failure.host_at_fault for failure in found if failure.host_at_fault and not failure.secondary}
+
+
+def _failures(folder: Path, pattern: str) -> list[Failure]:
     found = []
-    for path in (folder / "failures").glob(f"{job_id or 'none'}_{restart_count}_*.json"):
+    for path in (folder / "failures").glob(pattern):
         try:
             found.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError):
             continue
-    return min(found, key=lambda failure: (failure.secondary, failure.time), default=None)
+    return found
 
 
 # Attempts
