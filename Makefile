@@ -14,7 +14,7 @@ SLURM_ARGS ?=
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slurm test-gpu lint bench clean
+.PHONY: help setup demo check test test-slurm test-gpu lint bench clean
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON)
@@ -45,6 +45,9 @@ endif
 
 demo: setup  ## corpus, tokenizer, shards, a tiny hybrid model, its plot and what it writes: all in demo_output/
 	@$(RUN) demo.py $(ARGS)
+
+check: lint  ## lint and the quick tests of every module, in under three minutes on two cores: before each commit
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu and not slurm and not slow" $(ARGS)
 
 # pytest comes last and bare: its summary line, which CI reads, is the last line of `make test`.
 test: lint test-slurm  ## lint, then every test that this machine can run without a GPU

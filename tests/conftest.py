@@ -35,9 +35,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Continuous integration sets it: there, a SLURM that cannot be started is a failure.
 REQUIRE_SLURM = os.environ.get("REQUIRE_SLURM") == "1"
 SHARED_FILES = ("test_slurm_ranks.py", "test_slurm_restarts.py")  # whose tests use the same jobs on SLURM
+# Fixtures that train; what takes them is marked slow.
+SLOW_FIXTURES = {
+    ("test_world_size.py", "folder"),
+    ("test_parallel.py", "folder"),
+    ("test_metrics.py", "wandb_run"),
+    ("test_report.py", "real_run"),
+    ("test_resume.py", "whole"),
+    ("test_agreement.py", "outcomes"),
+    ("test_export_import.py", "trained"),
+}
 LONGEST_PREFIX = 60  # of slurm_cluster.sh, which makes unix sockets in that folder
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, with the reason, what this machine cannot run; `make test-gpu` refuses to start without a CUDA device."""
     lacking = {}
@@ -46,6 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if (reason := obstacle()) and not REQUIRE_SLURM:
         lacking["slurm"] = reason
     for item in items:
+        if any((item.path.name, name) in SLOW_FIXTURES for name in getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
         for mark, reason in lacking.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -75,6 +75,7 @@ def test_all_calls_are_made_in_order_before_the_end():
     assert calls == [*range(100), -1]
 
 
+@pytest.mark.slow
 def test_samples_that_fail_leave_the_run_as_it_is(inputs, tmp_path, capsys, monkeypatch):
     options = {"max_steps": 6, "validate_every": 2, "save_every": 0, "validation_samples": 1}
 
@@ -123,6 +124,7 @@ leave(loop.main(sys.argv[1:], "", single_world, signals))
 """
 
 
+@pytest.mark.slow
 def test_a_dead_wandb_ends_no_run(inputs, tmp_path):
     """Its process is killed at step 5."""
     script = tmp_path / "train.py"

@@ -181,6 +181,7 @@ def test_multi_gpu_script_without_launcher_says_how_to_launch(inputs, tmp_path, 
     refused(flags(inputs, tmp_path), capsys, "WORLD_SIZE", "LOCAL_RANK", world=start_world)
 
 
+@pytest.mark.slow
 def test_too_few_rows_for_the_ranks(inputs, tmp_path):
     arguments = flags(inputs, tmp_path, global_batch_size=4, batch_reduction=1)
     done = run(arguments, ranks=2, check=False)
@@ -329,6 +330,7 @@ def test_non_finite_loss_stops_and_names_the_last_good_checkpoint(inputs, tmp_pa
             assert np.isfinite(tensor.numpy()).all(), (path, name)
 
 
+@pytest.mark.slow
 def test_non_finite_loss_names_rank_and_objective(inputs, tmp_path):
     arguments = flags(
         inputs, tmp_path, learning_rate=1e30, warmup_proportion=0, optimizer="adamw", hybrid_split="ranks"
@@ -355,6 +357,7 @@ def test_full_disk_by_error_code(tmp_path, monkeypatch):
     assert locate(parent / "step_00000001").step == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_full_disk_for_real(inputs, tmp_path):
     """A file system that holds one checkpoint and not two."""

@@ -334,6 +334,7 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_is_and_gaps_are_told(
     assert read_run(metrics).gaps == ["run: its metrics lack 2 training steps between the first and the last."]
 
 
+@pytest.mark.slow
 def test_a_copied_run_is_another_run_and_a_moved_one_is_not(inputs, whole, tmp_path, capsys):
     shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000012")

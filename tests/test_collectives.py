@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ranks import Run, start_ranks
 from runs import flags, make_inputs
 
@@ -17,6 +18,7 @@ from training.status import read_status
 from training.watchdog import verdict
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path):
     """Three ranks, of which rank 1 is stopped after step 5: the others say so after --step_timeout and end."""
     inputs = make_inputs(tmp_path / "inputs")

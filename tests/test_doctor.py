@@ -118,6 +118,7 @@ def test_a_planned_world(inputs, tmp_path, capsys):
     assert "ranks with 1 rows wait for those with 2" in rows["batch"]["detail"]
 
 
+@pytest.mark.slow
 def test_damaged_shards(inputs, tmp_path, capsys):
     copy = shutil.copytree(inputs, tmp_path / "inputs")
     shards = sorted((copy / "train").glob("*.shard"))
@@ -192,6 +193,7 @@ def test_flags_that_cannot_be_parsed(inputs, tmp_path, capsys):
     assert "--checksums" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_to_go_on_with(inputs, tmp_path, capsys):
     given = arguments(inputs, tmp_path / "runs", max_steps=4, save_every=2, validate_every=0)
     run(given)
@@ -291,6 +293,7 @@ def test_a_step_that_fails(inputs, tmp_path, capsys, monkeypatch):
 # Several ranks
 
 
+@pytest.mark.slow
 def test_two_ranks(inputs, tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT]
     given = [*arguments(inputs, tmp_path / "runs"), "--checksums=full", f"--json={tmp_path / 'report.json'}"]

@@ -198,6 +198,7 @@ class Terminal:
         return self.process.wait(seconds)
 
 
+@pytest.mark.slow
 def test_generate_in_a_terminal(checkpoint):
     """Asks, answers, is stopped by Ctrl-C in the middle of an answer, asks again, and ends at Ctrl-D."""
     # Greedy, and this model repeats itself: it never ends by itself within the test.
@@ -216,6 +217,7 @@ def test_generate_in_a_terminal(checkpoint):
         assert "Traceback" not in terminal.seen
 
 
+@pytest.mark.slow
 def test_fill_mask_in_a_terminal(checkpoint):
     """A line without a gap is answered by a sentence and the next is awaited; Ctrl-C at the prompt ends."""
     with Terminal("fill_mask.py", str(checkpoint), "--device", "cpu", "--top_k", "3") as terminal:

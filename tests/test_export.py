@@ -56,6 +56,7 @@ def test_all_files_have_the_rights_that_the_umask_gives(folders):
     assert len({path.stat().st_mode for path in folders["gpt-bert"][1].iterdir() if path.is_file()}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("form", FORMS)

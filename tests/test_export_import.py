@@ -135,6 +135,7 @@ def continue_from(folder: Path, trained: Path, output: Path) -> None:
     runs.run(runs.flags(trained / "inputs", output, **options))
 
 
+@pytest.mark.slow
 def test_pretraining_goes_on_from_an_exported_folder(trained, tmp_path, capsys):
     exported, out = tmp_path / "exported", tmp_path / "out"
     assert to_huggingface.main([str(trained / "runs" / "run"), str(exported)]) == 0

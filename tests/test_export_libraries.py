@@ -71,6 +71,7 @@ def make_trainer(folder: Path, out: Path, auto: str, **options: Any) -> Any:
     return library().Trainer(model, arguments, train_dataset=texts, eval_dataset=texts, data_collator=collator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("auto", AUTOS)
 def test_trainer_trains_evaluates_and_predicts(exported, tmp_path, auto):
     trainer = make_trainer(exported[1], tmp_path, auto, max_steps=2, per_device_train_batch_size=3)
@@ -82,6 +83,7 @@ def test_trainer_trains_evaluates_and_predicts(exported, tmp_path, auto):
     assert found.label_ids.shape == found.predictions.shape[: 1 if "Sequence" in auto else 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("auto", [auto for auto in AUTOS if auto != "AutoModelForMaskedLM"])  # draws its masks by batch
 def test_trainer_accumulates_the_gradient_of_the_whole_batch(exported, tmp_path, auto):
     options = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
@@ -115,6 +117,7 @@ def test_peft_trains_and_saves_the_new_head(exported, tmp_path):
         torch.testing.assert_close(again(ids).logits, model(ids).logits)
 
 
+@pytest.mark.slow
 def test_sentence_transformers_takes_the_mean_and_cross_encoders_a_classifier(exported):
     library()
     package = pytest.importorskip(

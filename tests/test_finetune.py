@@ -270,6 +270,7 @@ def test_head_sees_both_directions(encoder, tokenizer):
 # Learning
 
 
+@pytest.mark.slow
 def test_classification_is_learned_and_repeatable(encoder, tokenizer):
     task = Task("pairs", ("0", "1"), 1, "accuracy", classified(120, 0, pair=True), classified(40, 1, pair=True))
     settings = dataclasses.replace(SETTINGS, learning_rates=(1e-6, 3e-3))
@@ -360,6 +361,7 @@ def loaded(monkeypatch, encoder, tokenizer):
     monkeypatch.setattr(decoding, "load_model", load_model)
 
 
+@pytest.mark.slow
 def test_command_prints_a_table_and_writes_json(loaded, tmp_path, capsys):
     for name, make in (("cola", classified), ("stsb", numbered)):
         write_rows(tmp_path / "tasks" / f"{name}.train.jsonl", make(40, 0))

@@ -151,6 +151,7 @@ def test_import_time_needs_four_packages_only(path):
     assert foreign <= AT_IMPORT_TIME | ({"transformers"} if path in FOR_TRANSFORMERS else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["train_single_gpu", "train_multi_gpu"])
 def test_training_loads_no_optional_package(script):
     """What is loaded after importing a training script, beyond what torch and tokenizers load by themselves."""
@@ -170,6 +171,7 @@ def test_training_loads_no_optional_package(script):
     assert not {name for name in after - before if name.split(".")[0] in LAZY}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SCRIPTS, ids=str)
 def test_help_works_from_another_folder(path, tmp_path):
     """Also as `python -m`, from the repository root, for what lies in a package."""
@@ -280,7 +282,7 @@ def test_lock_pins_everything_that_it_pulls_in():
 
 def test_make_has_its_targets_and_explains_them():
     done = subprocess.run(["make", "-C", str(ROOT)], capture_output=True, text=True, check=True)
-    for target in ("setup", "demo", "test", "test-gpu", "lint", "bench", "clean", "help"):
+    for target in ("setup", "demo", "check", "test", "test-gpu", "lint", "bench", "clean", "help"):
         assert re.search(rf"^  {target}  +\S", done.stdout, re.MULTILINE), target
 
 

@@ -41,6 +41,7 @@ def averages(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / "step_00000004" / "ema.safetensors")
 
 
+@pytest.mark.slow
 def test_a_run_from_before_the_flags_goes_on_as_it_began(inputs, tmp_path, capsys):
     assert train(inputs, tmp_path, row_start=False, ema_warmup=False) == 0
     run = tmp_path / "run"
@@ -74,6 +75,7 @@ def test_a_new_run_has_it_and_keeps_to_it(inputs, tmp_path, capsys):
     assert "--row_start was True and is now False" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_average_of_a_short_run_is_as_good_as_its_weights(inputs, tmp_path):
     """Without a warm-up it is nearly the initial weights here, with losses some two nats above those of the weights."""
     assert train(inputs, tmp_path, max_steps=30, save_every=0, validate_every=30, global_batch_size=64) == 0

@@ -200,6 +200,7 @@ def test_submitit_may_send_the_job_again():
 # Without a cluster
 
 
+@pytest.mark.slow
 def test_local_runs_go_on_after_one_that_failed(tmp_path):
     inputs = make_inputs(tmp_path / "inputs")
     options = {"max_steps": 3, "validate_every": 0, "save_every": 0, "global_batch_size": 16}

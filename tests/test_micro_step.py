@@ -51,6 +51,7 @@ class EagerGraph:
         self._run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masking", ["even", "random"])
 def test_rows_filled_up_with_padding_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masking: str):
     """In a run whose batch and rows grow, and whose last micro-batch is any size."""
@@ -113,6 +114,7 @@ sys.exit(training.loop.main(sys.argv[1:], "", {world}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_warming_up_leaves_no_trace(tmp_path: Path, ranks: int):
     inputs = make_inputs(tmp_path / "inputs")

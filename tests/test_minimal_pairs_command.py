@@ -190,6 +190,7 @@ def test_refusals_are_one_sentence(checkpoint, tmp_path, capsys):
 # During training
 
 
+@pytest.mark.slow
 def test_training_evaluates_the_same_on_one_rank_and_on_two(tmp_path, capsys):
     inputs = make_inputs(tmp_path / "inputs")
     words = ("the", "cat", "dog", "sees", "runs", "to", "a", "tree")

@@ -225,6 +225,7 @@ def test_bf16_autocast_is_close_to_float32(kind):
         assert 0 < (exact - rounded).norm() / exact.norm() < 0.05
 
 
+@pytest.mark.slow
 def test_compiled_model_is_the_same(kind):
     """One graph without breaks, for forward and backward, with dropout and flags by row."""
     model = make_model(kind, dropout=0.1).train()

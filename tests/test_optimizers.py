@@ -288,6 +288,7 @@ def test_learning_rate_at_the_edges():
     assert all(0 < learning_rate(step, 100, 1.0, 0.016, 0.016) <= 1 for step in range(1, 100))
 
 
+@pytest.mark.slow
 def test_lamb_alone_imports_no_compiler():
     """Which takes as long to import as the rest of torch: every rank would wait for it, and CPU runs never use it."""
     code = (

@@ -76,6 +76,7 @@ def _changed(folder: Path, change: str) -> Path:
     return folder / "changed.py"
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_rank_0(folder: Path, tmp_path: Path):
     """Another host's random numbers may differ in their last bits; what differs here are whole numbers."""
     options = {"max_steps": STEPS, "batch_reduction": 1, "length_milestones": "", "save_every": 0, "validate_every": 0}
@@ -85,6 +86,7 @@ def test_weights_are_those_of_rank_0(folder: Path, tmp_path: Path):
     assert [line["train/loss"] for line in found] == pytest.approx([line["train/loss"] for line in expected], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_another_model_on_a_rank_is_refused(folder: Path, tmp_path: Path):
     script = _changed(tmp_path, "del model.transformer.mlp_layers[1]")
     words = command(flags(folder.parent / "inputs", tmp_path), ranks=2, script=script)
@@ -181,6 +183,7 @@ def small_buckets(tmp_path: Path) -> Path:
     return tmp_path / "small.py"
 
 
+@pytest.mark.slow
 def test_sums_in_many_pieces_are_those_of_one_rank(folder: Path, tmp_path: Path, small_buckets: Path):
     options = {"max_steps": STEPS, "batch_reduction": 1, "length_milestones": "", "save_every": 0, "validate_every": 0}
     run(flags(folder.parent / "inputs", tmp_path, **options), ranks=2, script=small_buckets)

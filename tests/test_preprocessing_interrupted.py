@@ -48,6 +48,7 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(Path, "unlink", wrapped(Path.unlink))
 
 
+@pytest.mark.slow
 def test_a_crash_at_any_moment_changes_nothing(tokenizer_path, tmp_path, monkeypatch, small_chunks, cheap_tokenizing):
     """Continued after a death at each single fsync, rename and deletion; also with a death while continuing."""
     source = tmp_path / "x.txt"
@@ -143,6 +144,7 @@ def started(arguments: list[str], output: Path) -> subprocess.Popen[str]:
     raise AssertionError(f"ended before it could be stopped: {process.communicate()}")
 
 
+@pytest.mark.slow
 def test_kill_9_with_workers(large, tokenizer_path, tmp_path):
     output = tmp_path / "out"
     process = started(command(large / "in", output, tokenizer_path, "--workers", 2), output)
@@ -156,6 +158,7 @@ def test_kill_9_with_workers(large, tokenizer_path, tmp_path):
     assert contents(output) == contents(large / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_and_sigterm(large, tokenizer_path, tmp_path, number, code):
     """The whole group gets the signal, as from a terminal or a SLURM job that ends."""
@@ -171,6 +174,7 @@ def test_ctrl_c_and_sigterm(large, tokenizer_path, tmp_path, number, code):
     assert contents(output) == contents(large / "whole")
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies(large, tokenizer_path, tmp_path):
     output = tmp_path / "out"
     process = started(command(large / "in", output, tokenizer_path, "--workers", 2), output)
@@ -183,6 +187,7 @@ def test_a_worker_that_dies(large, tokenizer_path, tmp_path):
     assert contents(output) == contents(large / "whole")
 
 
+@pytest.mark.slow
 def test_a_full_disk(large, tokenizer_path, tmp_path):
     """A limit on the size of a file stands in for the disk; what fits is kept and continued."""
 

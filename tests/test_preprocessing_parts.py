@@ -69,6 +69,7 @@ def test_ranges_are_written_as_sbatch_takes_them():
 # The same bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fraction", [0.0, 0.2])
 def test_same_bytes_for_any_number_of_parts_in_any_order(
     corpus, tokenizer_path, tmp_path, flags, small_chunks, fraction, capsys

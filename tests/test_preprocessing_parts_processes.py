@@ -22,6 +22,7 @@ from preprocessing.inputs import find_inputs
 from preprocessing.tokenize_corpus import Summary, merge_parts, tokenize_part
 
 
+@pytest.mark.slow
 def test_parts_side_by_side(large, tokenizer_path, tmp_path):
     output = tmp_path / "out"
     arguments = [command(large / "in", output, tokenizer_path, "--parts", 3, "--part", part) for part in range(3)]
@@ -34,6 +35,7 @@ def test_parts_side_by_side(large, tokenizer_path, tmp_path):
     assert contents(output) == contents(large / "whole")
 
 
+@pytest.mark.slow
 def test_a_crash_at_any_moment_changes_nothing(tokenizer_path, tmp_path, monkeypatch, small_chunks, cheap_tokenizing):
     """Parts and merge, continued after a death at each single fsync, rename, deletion and note of a complete part."""
     (tmp_path / "in").mkdir()
@@ -75,6 +77,7 @@ def remove_one_by_one(folder: Path) -> None:
     folder.rmdir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGUSR1, 143)])
 def test_a_part_that_is_stopped(large, tokenizer_path, tmp_path, number, code):
     """The whole group gets SIGUSR1, as from SLURM before a time limit; killed is only the process itself."""
@@ -103,6 +106,7 @@ def make_parts(large: Path, tokenizer_path: Path, output: Path, monkeypatch: pyt
     return files, output, encoder
 
 
+@pytest.mark.slow
 def test_a_merge_that_is_stopped_goes_on(large, tokenizer_path, tmp_path, monkeypatch):
     arguments = make_parts(large, tokenizer_path, tmp_path / "out", monkeypatch)
     monkeypatch.setattr(parts, "MERGED_TOKENS", 10_000)
@@ -140,6 +144,7 @@ parts._copy, parts.MERGED_TOKENS = slow, 100_000
 tokenize_corpus.main(sys.argv[2:])"""
 
 
+@pytest.mark.slow
 def test_another_process_takes_over_a_merge(large, tokenizer_path, tmp_path, monkeypatch):
     """It waits while the first is at work, and goes on when that is killed."""
     make_parts(large, tokenizer_path, tmp_path / "out", monkeypatch)
@@ -159,6 +164,7 @@ def test_another_process_takes_over_a_merge(large, tokenizer_path, tmp_path, mon
     assert contents(tmp_path / "out") == contents(large / "whole")
 
 
+@pytest.mark.slow
 def test_memory_of_a_merge_does_not_grow_with_the_corpus(tokenizer_path, tmp_path):
     """Documents of all sizes, one of them most of the corpus."""
     block, peaks = "\n\n".join(make_texts(2000, seed=4)), []

@@ -27,6 +27,7 @@ from preprocessing.train_tokenizer import read_documents
 # What comes out
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     texts=st.lists(st.text(max_size=50) | st.sampled_from(["<mask>", "a </s> b<s>", "\ud83d\ude42", " "]), min_size=1)
@@ -80,6 +81,7 @@ def test_ids_are_the_librarys_and_the_manifest_tells_the_truth(corpus, tokenizer
     assert leftover == {"manifest.json", "tokenizer.json"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fraction", [0.0, 0.2])
 def test_same_bytes_for_any_number_of_workers_and_any_chunks(corpus, tokenizer_path, tmp_path, monkeypatch, fraction):
     tokenize(corpus, tmp_path / "1", tokenizer_path, fraction, shard_size=5000)
@@ -90,6 +92,7 @@ def test_same_bytes_for_any_number_of_workers_and_any_chunks(corpus, tokenizer_p
         assert contents(tmp_path / "n") == expected
 
 
+@pytest.mark.slow
 def test_a_document_longer_than_a_chunk(tokenizer_path, tmp_path, small_chunks):
     texts = make_texts(40, seed=1)
     long = "\n".join(make_texts(400, seed=2))
@@ -108,6 +111,7 @@ def test_a_document_longer_than_a_chunk(tokenizer_path, tmp_path, small_chunks):
         assert stored(tmp_path / "y" / split) == stored(tmp_path / "1" / split)
 
 
+@pytest.mark.slow
 def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
     vocabulary = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *(f"w{n}" for n in range(66_000))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -126,6 +130,7 @@ def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
 # The validation split
 
 
+@pytest.mark.slow
 def test_validation_split_is_stable_and_disjoint(tokenizer_path, tmp_path):
     texts = make_texts(2000)
     splits = {}
@@ -210,6 +215,7 @@ assert main(sys.argv[2:]) == 0
 print(*[line for line in open("/proc/self/status") if line.startswith("VmHWM")])"""
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(tokenizer_path, tmp_path):
     """Peak resident memory of the whole process for 4 MB and for 15 MB: many documents, and a single one."""
     block = "\n\n".join(make_texts(3000, seed=4)) + "\n\n"

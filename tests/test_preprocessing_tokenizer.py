@@ -101,6 +101,7 @@ def test_stretches_meet_where_both_pre_tokenisers_cut(tokenizer, gpt2, text):
         assert found == places(each, text)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
 def test_the_cache_changes_nothing(tokenizer, gpt2, texts):

@@ -212,6 +212,7 @@ def demo(*arguments: object) -> int:
     return make_demo_corpus.main([str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 def test_the_script_writes_both_formats(tmp_path, capsys):
     for name in ("x.jsonl", "x.txt"):
         assert demo("--output", tmp_path / name, "--max_words", 5000) == 0
@@ -234,6 +235,7 @@ def test_the_script_writes_both_formats(tmp_path, capsys):
         assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_all_scripts_in_a_row(tmp_path):
     """As files from another folder, and as modules from the repository root; without PYTHONPATH."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

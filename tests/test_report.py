@@ -186,6 +186,7 @@ def put(value: Any, path: tuple, odd: Any) -> Any:
     return copy
 
 
+@pytest.mark.slow
 def test_a_page_is_written_whatever_the_records_hold(tmp_path):
     folder = write_run(tmp_path / "run", steps=10)
     share = {"accuracy": 0.75, "low": 0.7, "high": 0.8, "pairs": 100}
@@ -424,6 +425,7 @@ def test_pointer_keys_and_controls(tmp_path, browser):
     assert browser.messages == []
 
 
+@pytest.mark.slow
 def test_watch_follows_a_run_and_an_open_page_keeps_its_place(tmp_path, browser):
     folder = write_run(tmp_path / "live", steps=5)
     page = tmp_path / "live.html"

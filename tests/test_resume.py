@@ -81,6 +81,7 @@ def steps_done(folder: Path) -> int:
     return max((line["step"] for line in read_metrics(folder / "metrics.jsonl")), default=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (4, 2)])
 def test_killed_anywhere_and_resumed_on_another_number_of_ranks(inputs, whole, tmp_path, before, after):
     target = random.Random(before).randrange(6, 25)
@@ -91,6 +92,7 @@ def test_killed_anywhere_and_resumed_on_another_number_of_ranks(inputs, whole, t
     assert_same_run(whole, folder)
 
 
+@pytest.mark.slow
 def test_killed_inside_a_save(inputs, whole, tmp_path):
     """Killed while the temporary folder of a save exists: the save before it counts, and the rubbish goes."""
     arguments, folder = flags(inputs, tmp_path, save_every=4), tmp_path / "run"
@@ -101,6 +103,7 @@ def test_killed_inside_a_save(inputs, whole, tmp_path):
     assert_same_run(whole, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_exits_with_the_command_that_resumes(inputs, whole, tmp_path, number):
     arguments, folder = flags(inputs, tmp_path, save_every=0), tmp_path / "run"
@@ -120,6 +123,7 @@ def test_a_signal_saves_and_exits_with_the_command_that_resumes(inputs, whole, t
     assert_same_run(whole, folder)
 
 
+@pytest.mark.slow
 def test_one_rank_signalled_stops_all(inputs, whole, tmp_path):
     arguments, folder = flags(inputs, tmp_path, save_every=0), tmp_path / "run"
     process = start(arguments, 2)
@@ -143,6 +147,7 @@ def test_one_rank_signalled_stops_all(inputs, whole, tmp_path):
     assert_same_run(whole, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "record"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(inputs, whole, tmp_path, damage):
     folder = tmp_path / "run"
@@ -164,6 +169,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(inputs, whole,
     assert_same_run(whole, folder)
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_to_do(inputs, whole):
     before = sorted((path, path.stat().st_mtime_ns) for path in whole.rglob("*") if path.is_file())
     done = run(flags(inputs, whole.parent, save_every=4))
@@ -171,6 +177,7 @@ def test_a_finished_run_has_nothing_to_do(inputs, whole):
     assert sorted((path, path.stat().st_mtime_ns) for path in whole.rglob("*") if path.is_file()) == before
 
 
+@pytest.mark.slow
 def test_a_used_folder_is_refused_unless_the_run_resumes(inputs, whole):
     done = run(flags(inputs, whole.parent, save_every=4, resume="never"), check=False)
     assert done.returncode == 2
@@ -180,6 +187,7 @@ def test_a_used_folder_is_refused_unless_the_run_resumes(inputs, whole):
     assert "--learning_rate was 0.01 and is now 0.005" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_can_branch_off(inputs, whole, tmp_path):
     checkpoint = whole / "checkpoints" / "step_00000012"
     done = run(flags(inputs, tmp_path, "branch", learning_rate=5e-3, resume=checkpoint))
@@ -189,6 +197,7 @@ def test_a_run_can_branch_off(inputs, whole, tmp_path):
     assert lines[0]["stats/learning_rate"] < training_lines(whole)[12]["stats/learning_rate"]
 
 
+@pytest.mark.slow
 def test_what_is_kept(inputs, tmp_path):
     run(flags(inputs, tmp_path, save_every=5, save_steps="3,7", keep_last=2))
     kept = [int(path.name[5:]) for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
@@ -196,6 +205,7 @@ def test_what_is_kept(inputs, tmp_path):
     assert find_newest(tmp_path / "run" / "checkpoints")[1] == []
 
 
+@pytest.mark.slow
 def test_two_processes_cannot_train_in_one_folder(inputs, tmp_path):
     arguments = flags(inputs, tmp_path, max_steps=2000)
     process = start(arguments, 0)
@@ -211,6 +221,7 @@ def test_two_processes_cannot_train_in_one_folder(inputs, tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_initial_weights_are_taken_and_checked(inputs, whole, tmp_path):
     start_line = training_lines(whole)[0]["train/masked_loss"]
     run(flags(inputs, tmp_path, initial_weights=whole, max_steps=3, save_every=0))
@@ -226,6 +237,7 @@ def test_initial_weights_are_taken_and_checked(inputs, whole, tmp_path):
     assert "does not fit the model" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("numerator", "denominator"), [(0, 1), (1, 1)])
 def test_one_objective_alone(inputs, tmp_path, numerator, denominator):
     run(flags(inputs, tmp_path, hybrid_numerator=numerator, hybrid_denominator=denominator, max_steps=4, save_every=0))

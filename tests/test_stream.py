@@ -68,6 +68,7 @@ def test_permutation_is_a_bijection(size, key):
     assert permutation.inverse(images).tolist() == list(range(size))
 
 
+@pytest.mark.slow
 def test_permutation_spreads_every_element_evenly():
     size, keys = 10, 4000
     counts = np.zeros((size, size))
@@ -108,6 +109,7 @@ def draw_stream(folder: Path, data: st.DataObject) -> TokenStream:
     return TokenStream(open_corpus(str(folder / "*.shard"), eos), key=data.draw(st.none() | st.integers(0, 99)))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_range_equals_the_slice_of_the_whole(tmp_path_factory, data):
@@ -242,6 +244,7 @@ def draw_mix(folder: Path, data: st.DataObject) -> Corpus:
 
 
 # Ten minutes of it: FUZZ_EXAMPLES=1000000 timeout 600 pytest -n 0 tests/test_stream.py -k any_mix (124: none failed).
+@pytest.mark.slow
 @settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "60")), deadline=None)
 @given(data=st.data())
 def test_any_mix_gives_every_token_its_uses_and_any_range_is_the_slice_of_the_whole(tmp_path_factory, data):
