@@ -1,4 +1,5 @@
-"""Clipping, the optimizer's step and the average of the weights: the fused kernels beside the calls that they replace.
+"""Clipping, the optimizer's step and the average of the weights: the fused kernels beside the calls that they replace;
+and the checksums of all of it by which ranks are compared.
 
     python benchmarks/optimizer.py [--config configs/base.json] [--output optimizer.json]
 
@@ -27,8 +28,9 @@ import torch
 from benchmarks.measuring import has_cuda, times_of, write_results
 from model import ModelConfig
 from model_extra import build_model
+from ops.bit_sums import BitSums
 from training.ema import Ema
-from training.optimizers import make_optimizer
+from training.optimizers import make_optimizer, named_state
 from training.update import WeightUpdate
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -76,6 +78,18 @@ def host_milliseconds(function: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
+def what_is_timed(name: str, update: WeightUpdate) -> Callable[[], Any]:
+    """The call that a method's name stands for."""
+    if name.endswith("alone"):
+        return update.optimizer.step
+    if not name.startswith("checksums"):
+        return update
+    update()  # which makes the moments
+    moments = named_state(update.optimizer, update.model)
+    tensors, sums = [*update.model.parameters(), *update.ema.state_dict().values(), *moments.values()], BitSums()
+    return lambda: sums(tensors)
+
+
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -91,6 +105,7 @@ def main() -> int:
         ("LAMB, separate calls (twin)", "lamb", False),
         ("AdamW of torch, fused, with clipping and average", "adamw", False),
         ("AdamW of torch, fused, its step alone", "adamw", False),
+        ("checksums of weights, average and moments", "lamb", True),
     ]
     rate, results, parameters = copy_rate(), [], 0
     for name, optimizer, fused in methods:
@@ -98,7 +113,7 @@ def main() -> int:
         if fused != (update._fused is not None):
             print("error: the fused kernels cannot run on this device", file=sys.stderr)
             return 2
-        call: Callable[[], Any] = update.optimizer.step if name.endswith("alone") else update
+        call = what_is_timed(name, update)
         parameters = sum(parameter.numel() for parameter in update.model.parameters())
         times, host = times_of(call, options.repetitions), host_milliseconds(call)
         case = {"method": name, "ms": statistics.median(times), "fastest": min(times), "slowest": max(times)}
