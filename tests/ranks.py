@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":  # run as a file: make the repository root importable
     sys.path[0] = str(ROOT)
 
-import torch  # noqa: E402
+import torch  # noqa: E402 - after the path
 
 FAULTS: dict[str, Callable[[int], contextlib.AbstractContextManager]] = {}
 

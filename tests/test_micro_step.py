@@ -63,7 +63,7 @@ def test_rows_filled_up_with_padding_change_nothing(tmp_path: Path, monkeypatch:
     def capture(self: MicroSteps, batch: RowBatch, rows: int, slots: int):
         filled.append(rows - len(batch))
         own = dataclasses.replace(batch, **{name: micro_step._room(getattr(batch, name), rows) for name in TENSORS})
-        return micro_step._Graph(EagerGraph(self, own, slots), own, [])  # type: ignore[arg-type]
+        return micro_step._Graph(EagerGraph(self, own, slots), own, [])  # type: ignore[arg-type]  # a stand-in
 
     monkeypatch.setattr(micro_step, "_ROW_SIZES", 4)
     monkeypatch.setattr(loop, "graph_obstacle", lambda *_: "")

@@ -188,8 +188,8 @@ def test_sums_in_many_pieces_are_those_of_one_rank(folder: Path, tmp_path: Path,
     options = {"max_steps": STEPS, "batch_reduction": 1, "length_milestones": "", "save_every": 0, "validate_every": 0}
     run(flags(folder.parent / "inputs", tmp_path, **options), ranks=2, script=small_buckets)
     expected, found = training_lines(folder / "one"), training_lines(tmp_path / "run")
-    # Rounding shows more in a norm than in a loss; the same bound as in test_world_size.
-    for key, bound in (("train/loss", 1e-5), ("stats/grad_norm", 2e-4)):
+    # A norm shows more of the order of sums than a loss: 1.5e-5 here, the same at each run.
+    for key, bound in (("train/loss", 1e-5), ("stats/grad_norm", 5e-5)):
         assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=bound)
 
 
