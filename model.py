@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from model_config import ModelConfig
 from model_config import ModelConfigError as ModelConfigError
-from ops.attention import RelativeLayout, relative_attention, relative_layout
+from ops.attention import RelativeAttentionMetadata, relative_attention, relative_layout
+from ops.attention_cuda import FusedAttentionMetadata, fused_layout, fused_relative_attention, wanted
 from ops.dropout import (
     DropoutKeys,
     DropoutStates,
@@ -28,15 +29,14 @@ from ops.dropout import (
     random_keys,
     token_keys,
 )
-from ops.fused_attention import FusedLayout, fused_layout, fused_relative_attention, wanted
-from ops.fused_residual import FusedResidualStream
-from ops.fused_residual import wanted as fused_stream_wanted
 from ops.gated_norm import fused_gated_norm, fused_gated_pair_norm, gated_norm
 from ops.gated_norm import wanted as fused_norm_wanted
 from ops.residual import ResidualStream
-from ops.rope import RopeLayout, VarlenSizes, rope_attention, rope_layout
+from ops.residual_cuda import FusedResidualStream
+from ops.residual_cuda import wanted as fused_stream_wanted
+from ops.rope import RopeAttentionMetadata, VarlenSizes, rope_attention, rope_layout
 
-AttentionLayout = RelativeLayout | FusedLayout | RopeLayout
+AttentionLayout = RelativeAttentionMetadata | FusedAttentionMetadata | RopeAttentionMetadata
 Stream = ResidualStream | FusedResidualStream
 
 # Places where dropout is applied (`site` in ops/dropout.py): two of the whole model, then four of each layer.
@@ -110,7 +110,7 @@ class Attention(nn.Module):
         query_key = self.in_proj_qk(x).unflatten(-1, (2, *heads))  # [B, T, 2, H, d]
         value, gate = self.value_and_gate(x)
         value = value.unflatten(-1, heads)
-        if isinstance(layout, RopeLayout):
+        if isinstance(layout, RopeAttentionMetadata):
             query, key = query_key.unbind(-3)
             context = rope_attention(query, key, value, layout)
         else:
@@ -121,7 +121,7 @@ class Attention(nn.Module):
                 columns = states.columns
                 positions = dropout(positions, p, token_keys(states.table, self.first_site + _RELATIVE), columns)
             query_key_pos = self.in_proj_qk(positions).unflatten(-1, (2, *heads))  # [2b-1, 2, H, d]
-            if isinstance(layout, FusedLayout):
+            if isinstance(layout, FusedAttentionMetadata):
                 context = fused_relative_attention(query_key, value, query_key_pos, layout, p, keys, columns)
             else:
                 (query, key), (query_pos, key_pos) = query_key.unbind(-3), query_key_pos.unbind(-3)

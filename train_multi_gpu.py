@@ -5,7 +5,7 @@ The training itself is training/loop.py; this script only says how the world is 
 
 import sys
 
-from slurm.preemption import early_signals
+from training.preemption import early_signals
 
 if __name__ == "__main__":
     signals = early_signals()  # before torch is imported: that takes seconds, and SLURM may not wait

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.measuring import has_cuda, time_of, write_results
+from benchmarks.timing import has_cuda, time_of, write_results
 from ops.attention import relative_attention, relative_layout
+from ops.attention_cuda import available, fused_layout, fused_relative_attention
 from ops.dropout import DropoutKeys, dropout_states, head_keys
-from ops.fused_attention import available, fused_layout, fused_relative_attention
 
 _ROOT = Path(__file__).resolve().parent.parent
 _BUCKETS = (32, 512)

@@ -25,7 +25,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
-from benchmarks.measuring import write_results
+from benchmarks.timing import write_results
 from model import ModelConfig
 from model_extra import build_model
 from training.checkpoint import open_checkpoint, write_checkpoint

@@ -26,7 +26,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import numpy as np
 import torch
 
-from benchmarks.measuring import write_results
+from benchmarks.timing import write_results
 from data.corpus import Corpus, TokenStream
 from data.loader import BatchBuilder
 from data.masking import MaskingOptions

@@ -25,13 +25,13 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
-from benchmarks.measuring import has_cuda, times_of, write_results
+from benchmarks.timing import has_cuda, times_of, write_results
 from model import ModelConfig
 from model_extra import build_model
 from ops.bit_sums import BitSums
 from training.ema import Ema
 from training.optimizers import make_optimizer, named_state
-from training.update import WeightUpdate
+from training.update import OptimizerStep
 
 _ROOT = Path(__file__).resolve().parent.parent
 _BYTES = 52  # an element of the fused passes: g; g m v w -> m v; m v w a -> w a
@@ -39,7 +39,7 @@ _BYTES = 52  # an element of the fused passes: g; g m v w -> m v; m v w a -> w a
 
 @contextmanager
 def switched(on: bool) -> Iterator[None]:
-    """Environment in which `WeightUpdate` takes the kernels or does not."""
+    """Environment in which `OptimizerStep` takes the kernels or does not."""
     before = os.environ.get("HYBRID_FUSED_OPTIMIZER")
     os.environ["HYBRID_FUSED_OPTIMIZER"] = str(int(on))
     try:
@@ -50,14 +50,14 @@ def switched(on: bool) -> Iterator[None]:
             os.environ["HYBRID_FUSED_OPTIMIZER"] = before
 
 
-def make(config: ModelConfig, optimizer: str, fused: bool) -> WeightUpdate:
+def make(config: ModelConfig, optimizer: str, fused: bool) -> OptimizerStep:
     """A model of its own with random gradients, and its update."""
     model = build_model(config).cuda()
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     settings = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
     with switched(fused):
-        return WeightUpdate(model, make_optimizer(model, optimizer, **settings), Ema(model, 0.999), max_norm=2.0)
+        return OptimizerStep(model, make_optimizer(model, optimizer, **settings), Ema(model, 0.999), max_norm=2.0)
 
 
 def copy_rate() -> float:
@@ -78,7 +78,7 @@ def host_milliseconds(function: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def what_is_timed(name: str, update: WeightUpdate) -> Callable[[], Any]:
+def what_is_timed(name: str, update: OptimizerStep) -> Callable[[], Any]:
     """The call that a method's name stands for."""
     if name.endswith("alone"):
         return update.optimizer.step

@@ -28,10 +28,10 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
-from benchmarks.measuring import write_results
 from benchmarks.synthetic import write_inputs
+from benchmarks.timing import write_results
 from model import ModelConfig
-from training.metrics import read_metrics
+from training.metric_logger import read_metrics
 
 _ROOT = Path(__file__).resolve().parent.parent
 

@@ -5,9 +5,9 @@
 Each case is a run of its own on synthetic shards: loader, masks, forward, backward, clipping, optimizer, EMA, logging.
 Prints the median over the steps after `--skip`, the smallest and largest, peak memory, and model FLOP/s over those of a
 bf16 matrix product measured first; and, watched from outside, the mean by the wall clock over those steps and the most
-device memory in use. With --parts also where the device's time goes (benchmarks/step_parts.py). With --ramp each case
-also with a batch that grows fourfold over the run, as in the published recipe, with the same mean: --accumulation 1
---steps 3000 --skip 20 --ramp is every step a micro-batch, and every few steps another number of rows.
+device memory in use. With --parts also where the device's time goes (benchmarks/step_breakdown.py). With --ramp each
+case also with a batch that grows fourfold over the run, as in the published recipe, with the same mean:
+--accumulation 1 --steps 3000 --skip 20 --ramp is every step a micro-batch, and every few steps another number of rows.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
-from benchmarks.measuring import time_of, write_results
 from benchmarks.synthetic import write_inputs
+from benchmarks.timing import time_of, write_results
 from model import ModelConfig
-from training.metrics import read_metrics
+from training.metric_logger import read_metrics
 from training.summary import peak_flops
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +67,7 @@ def run_case(
     lines = [line for line in read_metrics(metrics) if line["step"] > options.skip]
     parts = {}
     if options.parts:
-        parts = json.loads(_run("benchmarks/step_parts.py", [*flags, f"--name={name}_parts", "--max_steps=6"]))
+        parts = json.loads(_run("benchmarks/step_breakdown.py", [*flags, f"--name={name}_parts", "--max_steps=6"]))
     rates = [line["stats/tokens_per_second"] for line in lines]
     return {
         "seq_length": seq_length,

@@ -18,8 +18,8 @@ from threading import Event
 
 import numpy as np
 
-from data.files import allow_open_files
-from data.hashing import Permutation, fold
+from data.atomic_io import allow_open_files
+from data.counter_rng import Permutation, fold
 from data.mix import CorpusError, Source, read_mix
 from data.shard_paths import find_shards
 from data.shards import Shard, ShardError, open_shard

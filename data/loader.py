@@ -18,8 +18,8 @@ import torch
 
 from data.corpus import Corpus, TokenStream, stop_event
 from data.masking import PADDING, MaskingOptions, ModelInputs, build_inputs, causal_counts, masked_counts
-from data.order import RowOrder
-from data.plan import CAUSAL, MASKED, DataPlan, RowRange, StepPlan, rank_share
+from data.plan import CAUSAL, MASKED, DataPlan, RowRange, StepPlan, rows_of_rank
+from data.row_shuffle import RowShuffle
 
 _CLOSE_SECONDS = 5.0
 TENSORS, _COUNTS = ("tokens", "row_keys", "causal", "mask_counts", "origins"), ("targets", "documents")  # of RowBatch
@@ -130,7 +130,7 @@ class BatchBuilder:
         self.corpus, self.plan, self.options = corpus, plan, options
         keys = [plan.stream_key(objective) for objective in (MASKED, CAUSAL)]
         self._streams = [TokenStream(corpus, key) for key in keys]
-        self._orders = [RowOrder(corpus, key, plan.spans(objective)) for objective, key in enumerate(keys)]
+        self._orders = [RowShuffle(corpus, key, plan.spans(objective)) for objective, key in enumerate(keys)]
 
     def rows(self, step: StepPlan, share: RowRange) -> RowBatch:
         """The rows of one objective."""
@@ -146,7 +146,7 @@ class BatchBuilder:
     def step(self, step: int, rank: int, world_size: int, split: str, local_batch_size: int) -> StepBatch:
         """The rows of `rank` in global batch `step`."""
         plan = self.plan.step(step)
-        parts = [self.rows(plan, share) for share in rank_share(plan, rank, world_size, split)]
+        parts = [self.rows(plan, share) for share in rows_of_rank(plan, rank, world_size, split)]
         per_micro_batch = micro_batch_rows(local_batch_size, self.plan.seq_length, plan.seq_length)
         return StepBatch(plan, parts[0] if len(parts) == 1 else _concatenate(parts), per_micro_batch)
 
@@ -155,7 +155,7 @@ class BatchBuilder:
     ) -> StepBatch:
         """What `step` gives for the rows of `rank`, in shape alone: made of the tokens of `batch`, reading nothing."""
         plan, parts = self.plan.step(step), []
-        for share in rank_share(plan, rank, world_size, split):
+        for share in rows_of_rank(plan, rank, world_size, split):
             shape = (len(share), plan.seq_length + 1)
             origins = None if batch.origins is None else np.resize(batch.origins.numpy(), shape)
             tokens, keys = np.resize(batch.tokens.numpy(), shape), np.resize(batch.row_keys.numpy(), len(share))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from data.corpus import OCCURRENCE_SHIFT
-from data.hashing import fold_numpy, fold_torch, logical_right_shift, signed
+from data.counter_rng import fold_numpy, fold_torch, logical_right_shift, signed
 
 IGNORE_INDEX = -100
 PADDING = -1  # token id of places behind the end of a validation stream

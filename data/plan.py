@@ -2,8 +2,8 @@
 
 A run trains on rows, numbered from 0 in the order in which they are used. Row n is masked or causal by exact integer
 rounding of the hybrid ratio, and each objective reads its own token stream to the end, so that prefix sums over the
-schedules tell which rows a step holds (data/order.py: rows are used in a shuffled order): seeking is free and there is
-no loader state.
+schedules tell which rows a step holds (rows are used in a shuffled order, data/row_shuffle.py): seeking is free and
+there is no loader state.
 
 Schedules follow the published GPT-BERT training (arXiv 2410.24159; tests/golden/schedule.npz pins them), with
 x = step / max_steps:
@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from data.hashing import fold, fold_numpy
+from data.counter_rng import fold, fold_numpy
 
 MASKED, CAUSAL = 0, 1
 OBJECTIVES = ("masked", "causal")
@@ -53,7 +53,7 @@ class StepPlan:
 
     seq_length: tokens per row. rows: rows in the batch. first_row: number of its first row in the run.
     masked_rows: masked rows among them; the others are causal.
-    position: for each objective, the place of its first row in its stream's row order (data/order.py), in tokens.
+    position: for each objective, the place of its first row in its stream's row order (data/row_shuffle.py), in tokens.
     ratio, ratio_carry: row i of the batch is masked where floor((ratio_carry + (i+1)*ratio) / denominator) exceeds
         floor((ratio_carry + i*ratio) / denominator).
     """
@@ -237,7 +237,7 @@ def _slice(total: int, index: int, parts: int) -> tuple[int, int]:
     return total * index // parts, total * (index + 1) // parts
 
 
-def rank_share(plan: StepPlan, rank: int, world_size: int, split: str) -> list[RowRange]:
+def rows_of_rank(plan: StepPlan, rank: int, world_size: int, split: str) -> list[RowRange]:
     """The rows of `plan` that `rank` trains on: at most one range per objective, masked first.
 
     All ranks together hold every row once; their numbers of rows differ by at most one. `split` is `rows` or `ranks`

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data.files import PARTIAL_SUFFIX, sync_folder, write_atomically
+from data.atomic_io import PARTIAL_SUFFIX, sync_folder, write_atomically
 
 SHARD_SUFFIX = ".shard"
 MANIFEST_NAME = "manifest.json"

@@ -20,11 +20,11 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import torch
 from tokenizers import pre_tokenizers
 
-from evaluation.decoding import (
+from evaluation.generation import (
+    LoadedModel,
     Parser,
     Sampling,
-    UsableModel,
-    UseError,
+    UsageError,
     add_model_flags,
     candidates,
     for_each_line,
@@ -66,7 +66,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def fill_mask(options: argparse.Namespace) -> None:
     """Print the candidates for every gap of every text, and the text with the most probable ones."""
     if options.top_k < 1:
-        raise UseError(f"--top_k is {options.top_k}: give 1 or more.")
+        raise UsageError(f"--top_k is {options.top_k}: give 1 or more.")
     for text in options.text:
         check_text(text)
     usable = load(options)
@@ -76,8 +76,8 @@ def fill_mask(options: argparse.Namespace) -> None:
         for_each_line("--text", lambda text: answer(usable, text, options.top_k))
 
 
-def answer(usable: UsableModel, text: str, top_k: int) -> None:
-    """Print what fills the gaps of one text. Raises UseError where it has none."""
+def answer(usable: LoadedModel, text: str, top_k: int) -> None:
+    """Print what fills the gaps of one text. Raises UsageError where it has none."""
     check_text(text)
     row, gaps = mask_row(usable, text)
     fillings = predict_gaps(usable, row, gaps, top_k)
@@ -91,10 +91,12 @@ def answer(usable: UsableModel, text: str, top_k: int) -> None:
 
 def check_text(text: str) -> None:
     if MASK not in text:
-        raise UseError(f"there is no {MASK} in the text {text!r}: write {MASK} where the model shall fill in a token.")
+        raise UsageError(
+            f"there is no {MASK} in the text {text!r}: write {MASK} where the model shall fill in a token."
+        )
 
 
-def mask_row(usable: UsableModel, text: str) -> tuple[list[int], list[int]]:
+def mask_row(usable: LoadedModel, text: str) -> tuple[list[int], list[int]]:
     """Return the row of a text, `<s> ... </s>` with mask ids for its gaps, and the positions of these in it.
 
     A token holds the space before its word, so one space before a gap belongs to what fills it.
@@ -110,7 +112,7 @@ def mask_row(usable: UsableModel, text: str) -> tuple[list[int], list[int]]:
     return [*row, usable.token_id("</s>")], gaps
 
 
-def predict_gaps(usable: UsableModel, row: list[int], gaps: list[int], top_k: int) -> list[Filling]:
+def predict_gaps(usable: LoadedModel, row: list[int], gaps: list[int], top_k: int) -> list[Filling]:
     """Return the top_k words for each gap; probabilities are among all tokens that are not special."""
     forbidden = torch.tensor(sorted(special_ids(usable.tokenizer)), dtype=torch.int64)
     fillings = []
@@ -120,7 +122,7 @@ def predict_gaps(usable: UsableModel, row: list[int], gaps: list[int], top_k: in
     return fillings
 
 
-def filled_text(usable: UsableModel, row: list[int], gaps: list[int], fillings: list[Filling]) -> str:
+def filled_text(usable: LoadedModel, row: list[int], gaps: list[int], fillings: list[Filling]) -> str:
     """Return the text with the most probable word in each gap."""
     filled = list(row)
     for gap, filling in zip(gaps, fillings, strict=True):
@@ -128,7 +130,7 @@ def filled_text(usable: UsableModel, row: list[int], gaps: list[int], fillings: 
     return usable.decode(filled[1:-1])
 
 
-def show_token(usable: UsableModel, token: int) -> str:
+def show_token(usable: LoadedModel, token: int) -> str:
     r"""Return a token as text in quotes, with the space that is part of it; parts of a character show as \xNN."""
     text = usable.decode([token])
     if "\ufffd" in text:

@@ -29,11 +29,11 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import numpy as np
 import torch
 
-from data.files import write_atomically
-from evaluation.decoding import Parser, UseError, add_model_flags, load, run
+from data.atomic_io import write_atomically
 from evaluation.finetune_data import Task, find_tasks, read_task
 from evaluation.finetune_metrics import measures
 from evaluation.finetune_training import Finetuner, Settings, encode
+from evaluation.generation import Parser, UsageError, add_model_flags, load, run
 from model import LTGBert
 from training.compiling import compile_layers
 
@@ -85,9 +85,11 @@ def finetune(options: argparse.Namespace) -> None:
     settings = make_settings(options)
     tasks = read_tasks(options)
     if options.output and not options.output.resolve().parent.is_dir():
-        raise UseError(f"--output is {options.output}: there is no folder {options.output.parent}.")
+        raise UsageError(f"--output is {options.output}: there is no folder {options.output.parent}.")
     if options.output and options.output.is_dir():
-        raise UseError(f"--output is {options.output}: it is a folder; give a file such as {options.output}/glue.json.")
+        raise UsageError(
+            f"--output is {options.output}: it is a folder; give a file such as {options.output}/glue.json."
+        )
     usable = load(options)
     encoder = usable.model
     assert isinstance(encoder, LTGBert)
@@ -111,25 +113,25 @@ def finetune(options: argparse.Namespace) -> None:
 
 
 def make_settings(options: argparse.Namespace) -> Settings:
-    """Settings from flags. Raises UseError, naming the flag, for values out of range."""
+    """Settings from flags. Raises UsageError, naming the flag, for values out of range."""
     for flag in ("epochs", "batch_size", "num_seeds", "selection_seeds"):
         if getattr(options, flag) < 1:
-            raise UseError(f"--{flag} is {getattr(options, flag)}: give 1 or more.")
+            raise UsageError(f"--{flag} is {getattr(options, flag)}: give 1 or more.")
     if not 0 <= options.seed < 2**31:
-        raise UseError(f"--seed is {options.seed}: give a number from 0 to {2**31 - 1}.")
+        raise UsageError(f"--seed is {options.seed}: give a number from 0 to {2**31 - 1}.")
     if options.max_length < 8:
-        raise UseError(f"--max_length is {options.max_length}: give 8 tokens or more.")
+        raise UsageError(f"--max_length is {options.max_length}: give 8 tokens or more.")
     for rate in options.learning_rates:
         if not 0 < rate <= 1:
-            raise UseError(f"--learning_rates has {rate:g}: give numbers above 0 and up to 1, such as 3e-5.")
+            raise UsageError(f"--learning_rates has {rate:g}: give numbers above 0 and up to 1, such as 3e-5.")
     if not 0 < options.held_out <= 0.5:
-        raise UseError(f"--held_out is {options.held_out:g}: give a share above 0 and up to 0.5.")
+        raise UsageError(f"--held_out is {options.held_out:g}: give a share above 0 and up to 0.5.")
     if not 0 <= options.warmup_proportion < 1:
-        raise UseError(f"--warmup_proportion is {options.warmup_proportion:g}: give a share from 0 to below 1.")
+        raise UsageError(f"--warmup_proportion is {options.warmup_proportion:g}: give a share from 0 to below 1.")
     if not 0 <= options.weight_decay < math.inf:
-        raise UseError(f"--weight_decay is {options.weight_decay:g}: give 0 or more.")
+        raise UsageError(f"--weight_decay is {options.weight_decay:g}: give 0 or more.")
     if not options.max_gradient > 0:
-        raise UseError(f"--max_gradient is {options.max_gradient:g}: give a number above 0 (inf: no clipping).")
+        raise UsageError(f"--max_gradient is {options.max_gradient:g}: give a number above 0 (inf: no clipping).")
     return Settings(
         tuple(dict.fromkeys(options.learning_rates)), options.epochs, options.batch_size, options.max_length,
         options.num_seeds, options.selection_seeds, options.seed, options.held_out, options.weight_decay,
@@ -138,19 +140,19 @@ def make_settings(options: argparse.Namespace) -> Settings:
 
 
 def read_tasks(options: argparse.Namespace) -> list[Task]:
-    """The tasks that flags name, all read and checked. Raises UseError."""
+    """The tasks that flags name, all read and checked. Raises UsageError."""
     if (options.tasks is None) == (options.train is None and options.valid is None):
-        raise UseError("there is no task, or too much: give either --tasks FOLDER, or --train FILE and --valid FILE.")
+        raise UsageError("there is no task, or too much: give either --tasks FOLDER, or --train FILE and --valid FILE.")
     if options.tasks is None:
         if options.train is None or options.valid is None:
-            raise UseError("one of --train and --valid is missing: give both.")
+            raise UsageError("one of --train and --valid is missing: give both.")
         name = options.train.parent.resolve().name if options.train.name == "train.jsonl" else options.train.stem
         return [read_task(name.removesuffix(".train"), options.train, options.valid, task_settings(options.train))]
     found = find_tasks(options.tasks)
     known = [name for name, *_ in found]
     for name in options.only:
         if name not in known:
-            raise UseError(f"--only names {name}: the tasks in {options.tasks} are {', '.join(known)}.")
+            raise UsageError(f"--only names {name}: the tasks in {options.tasks} are {', '.join(known)}.")
     return [read_task(*files) for files in found if not options.only or files[0] in options.only]
 
 
@@ -172,7 +174,7 @@ def run_task(finetuner: Finetuner, task: Task) -> dict[str, Any]:
     for seed in seeds:
         last = finetuner.train(task, train, valid, choice.learning_rate, choice.epochs, seed, last_only=True)
         if not last:
-            raise UseError(
+            raise UsageError(
                 f"task {task.name}: training diverges with seed {seed} at learning rate {choice.learning_rate:g}, "
                 "which was best on the held-out part; leave it out of --learning_rates."
             )
@@ -217,7 +219,7 @@ def save(path: Path, report: dict[str, Any]) -> None:
     try:
         write_atomically(path, (json.dumps(report, indent=1) + "\n").encode())
     except OSError as error:
-        raise UseError(f"--output is {path}: it cannot be written ({error.strerror}).") from None
+        raise UsageError(f"--output is {path}: it cannot be written ({error.strerror}).") from None
 
 
 def say(text: str) -> None:

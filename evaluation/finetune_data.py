@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from data.hashing import fold
-from evaluation.decoding import UseError
+from data.counter_rng import fold
 from evaluation.finetune_metrics import CLASSIFICATION, REGRESSION
+from evaluation.generation import UsageError
 
 # How the texts of a task are made from a row's fields: the first of these whose fields the rows have. They are those
 # of GLUE and SuperGLUE; task.json's "texts" gives others.
@@ -45,7 +45,7 @@ _FEWEST_TRAIN, _FEWEST_VALID, _MOST_CLASSES = 10, 2, 200
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
-class TaskError(UseError):
+class TaskError(UsageError):
     """A task cannot be used; the message is one sentence with the file, the line and the remedy."""
 
 

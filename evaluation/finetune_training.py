@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from data.hashing import fold, fold_numpy, signed
-from evaluation.decoding import UseError
+from data.counter_rng import fold, fold_numpy, signed
 from evaluation.finetune_data import Examples, Task, split
 from evaluation.finetune_metrics import measures
+from evaluation.generation import UsageError
 from model import LTGBert, ModelConfig
 from ops.dropout import DropoutKeys, dropout, dropout_states, token_keys
 from training.optimizers import clip_gradients, make_optimizer
@@ -119,11 +119,11 @@ class SentenceModel(nn.Module):
 def encode(examples: Examples, tokenizer: Tokenizer, max_length: int) -> Encoded:
     """Rows `<s> text </s>` or `<s> first </s> second </s>`; the longer text of a row that does not fit loses its end.
 
-    Raises UseError where the tokenizer lacks these tokens.
+    Raises UsageError where the tokenizer lacks these tokens.
     """
     start, end = (tokenizer.token_to_id(token) for token in ("<s>", "</s>"))
     if start is None or end is None:
-        raise UseError("the model's tokenizer has no <s> and </s>, which rows of fine-tuning begin and end with.")
+        raise UsageError("the model's tokenizer has no <s> and </s>, which rows of fine-tuning begin and end with.")
     rows, cut = [], 0
     flat = [text for texts in examples.texts for text in texts]
     encodings = iter(tokenizer.encode_batch(flat, add_special_tokens=False))
@@ -188,7 +188,7 @@ class Finetuner:
     def choose(self, task: Task, report: Callable[[str], None]) -> Choice:
         """The learning rate and number of epochs that are best on a held-out part of train; of equals the first.
 
-        Raises UseError where every candidate diverges.
+        Raises UsageError where every candidate diverges.
         """
         settings = self.settings
         rest, held_out = split(task.train, len(task.classes), settings.held_out, settings.seed)
@@ -204,7 +204,7 @@ class Finetuner:
             best = "diverged" if np.isnan(scores[number]).all() else f"{100 * np.nanmax(scores[number]):.1f}"
             report(f"{task.name}: learning rate {rate:g}: {task.metric} {best} on {len(held_out)} held-out examples")
         if np.isnan(scores).all():
-            raise UseError(
+            raise UsageError(
                 f"task {task.name}: training diverges at every rate of --learning_rates; give lower ones, now they are "
                 f"{', '.join(f'{rate:g}' for rate in settings.learning_rates)}."
             )

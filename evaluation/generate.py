@@ -20,12 +20,12 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
-from evaluation.decoding import (
+from evaluation.generation import (
+    LoadedModel,
     Parser,
     Sampling,
     TextStream,
-    UsableModel,
-    UseError,
+    UsageError,
     add_model_flags,
     continuations,
     for_each_line,
@@ -83,9 +83,9 @@ def generate(options: argparse.Namespace) -> None:
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     for flag in ("max_new_tokens", "num_samples", "batch_size"):
         if getattr(options, flag) < 1:
-            raise UseError(f"--{flag} is {getattr(options, flag)}: give 1 or more.")
+            raise UsageError(f"--{flag} is {getattr(options, flag)}: give 1 or more.")
     if not 0 <= options.seed < 2**62:
-        raise UseError(f"--seed is {options.seed}: give 0 or more.")
+        raise UsageError(f"--seed is {options.seed}: give 0 or more.")
     usable = load(options)
     seeds = range(options.seed, options.seed + options.num_samples)
 
@@ -100,7 +100,7 @@ def generate(options: argparse.Namespace) -> None:
         for_each_line("--prompt", answer)
 
 
-def write(usable: UsableModel, tasks: list[tuple[str, int]], max_new_tokens: int, sampling: Sampling) -> None:
+def write(usable: LoadedModel, tasks: list[tuple[str, int]], max_new_tokens: int, sampling: Sampling) -> None:
     """Print the continuations of prompts by their seeds, " ..." where one was cut off, and a blank line after each.
 
     All are computed together. The first that is not finished is printed as it grows; the others wait for their turn.

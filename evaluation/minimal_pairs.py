@@ -3,7 +3,7 @@
     python evaluation/minimal_pairs.py MODEL --data blimp/ supplement/ --mode all --output scores.json --plot scores.png
 
 Files hold a JSON object a line with "sentence_good" and "sentence_bad"; other fields group the results. A folder is one
-set of pairs, the mean of its files' accuracies its result. training/minimal_pairs.py says how sentences are scored.
+set of pairs, the mean of its files' accuracies its result. evaluation/pair_accuracy.py says how sentences are scored.
 
 The temperature is 1 unless --select_temperature is given: then each set's temperature is chosen for each mode on one
 half of every file, and results are those of the other half.
@@ -26,21 +26,14 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import numpy as np
 from tqdm import tqdm
 
-from data.files import write_atomically
-from evaluation.decoding import Parser, UseError, run
+from data.atomic_io import write_atomically
+from evaluation.generation import Parser, UsageError, run
 from evaluation.minimal_pairs_plot import check_plot, draw
-from evaluation.scoring import (
-    add_scoring_flags,
-    check_output,
-    check_scoring_flags,
-    enough_memory,
-    load_for_scoring,
-)
-from training.minimal_pairs import (
+from evaluation.pair_accuracy import (
+    Accuracy,
     Pair,
     PairScorer,
     PairSet,
-    Share,
     by_group,
     chosen_modes,
     grouping_fields,
@@ -50,7 +43,14 @@ from training.minimal_pairs import (
     rightness,
     share,
 )
-from training.sentence_scores import count_tokens
+from evaluation.scoring import (
+    add_scoring_flags,
+    check_output,
+    check_scoring_flags,
+    enough_memory,
+    load_for_scoring,
+)
+from evaluation.token_log_probs import count_tokens
 
 TEMPERATURES = tuple(step / 10 for step in range(5, 31))  # that --select_temperature chooses from
 
@@ -92,9 +92,9 @@ def evaluate(options: argparse.Namespace) -> None:
     """Print the results of every set, and write what the flags ask for."""
     check_scoring_flags(options)
     if not 0 < options.temperature < math.inf:
-        raise UseError(f"--temperature is {options.temperature:g}: give a number above 0.")
+        raise UsageError(f"--temperature is {options.temperature:g}: give a number above 0.")
     if options.select_temperature and options.temperature != 1:
-        raise UseError("--temperature and --select_temperature both say which temperature to use: give one of them.")
+        raise UsageError("--temperature and --select_temperature both say which temperature to use: give one of them.")
     for flag in ("output", "scores", "plot"):
         check_output(getattr(options, flag), f"--{flag}")
     if options.plot:
@@ -155,11 +155,11 @@ def select_temperature(pairs: Sequence[Pair], right: np.ndarray, temperatures: S
 def summarise(
     pair_set: PairSet, scores: dict[str, np.ndarray], temperatures: Sequence[float], selects: bool
 ) -> dict[str, Any]:
-    """Results of a set as JSON; scores: for each mode [K, pairs, 2]. Raises UseError where no half can be made."""
+    """Results of a set as JSON; scores: for each mode [K, pairs, 2]. Raises UsageError where no half can be made."""
     pairs = pair_set.pairs
     chosen_on = selecting_half(pairs) if selects else np.zeros(len(pairs), bool)
     if selects and not chosen_on.any():
-        raise UseError(f"--select_temperature: {pair_set.name} has no file with two pairs, so there are no halves.")
+        raise UsageError(f"--select_temperature: {pair_set.name} has no file with two pairs, so there are no halves.")
     reported = [pair for pair, used in zip(pairs, chosen_on, strict=True) if not used]
     found: dict[str, Any] = {"pairs": len(reported), "modes": {}}
     if selects:
@@ -195,7 +195,7 @@ def shares(pairs: Sequence[Pair], right: np.ndarray) -> dict[str, Any]:
     }
 
 
-def as_json(found: Share) -> dict[str, float]:
+def as_json(found: Accuracy) -> dict[str, float]:
     """A share and its 95 % interval."""
     return {"accuracy": found.value, "low": found.low, "high": found.high, "pairs": found.pairs}
 

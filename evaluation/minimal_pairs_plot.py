@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evaluation.decoding import UseError
-from training.minimal_pairs import PHENOMENON
-from training.plot import INK, OBJECTIVE_COLOURS, PALE, STYLE
+from evaluation.generation import UsageError
+from evaluation.pair_accuracy import PHENOMENON
+from report.plot import INK, OBJECTIVE_COLOURS, PALE, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,13 +19,13 @@ _ENDINGS = (".png", ".pdf", ".svg")
 
 
 def check_plot(path: str) -> None:
-    """Refuse a picture that could not be drawn in the end. Raises UseError."""
+    """Refuse a picture that could not be drawn in the end. Raises UsageError."""
     import importlib.util
 
     if importlib.util.find_spec("matplotlib") is None:
-        raise UseError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+        raise UsageError("--plot needs matplotlib, which is not installed: pip install matplotlib")
     if Path(path).suffix not in _ENDINGS:
-        raise UseError(f"--plot {path}: the name must end in {', '.join(_ENDINGS[:-1])} or {_ENDINGS[-1]}.")
+        raise UsageError(f"--plot {path}: the name must end in {', '.join(_ENDINGS[:-1])} or {_ENDINGS[-1]}.")
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

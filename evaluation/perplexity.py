@@ -34,12 +34,12 @@ import numpy as np
 from torch import nn
 from tqdm import tqdm
 
+from data.atomic_io import write_atomically
 from data.corpus import Corpus, CorpusError
-from data.files import write_atomically
 from data.loader import ValidationSet
 from data.masking import MaskingOptions
 from data.shards import MANIFEST_NAME, SHARD_SUFFIX, ShardError, tokenizer_hash, write_shard
-from evaluation.decoding import Parser, UsableModel, UseError, run
+from evaluation.generation import LoadedModel, Parser, UsageError, run
 from evaluation.scoring import (
     ScoringModel,
     add_scoring_flags,
@@ -48,10 +48,10 @@ from evaluation.scoring import (
     enough_memory,
     load_for_scoring,
 )
+from evaluation.token_log_probs import SpecialIds, TokenizedSentences, count_tokens, token_scores
 from training.checkpoint import rows_begin_with_bos, training_flags
-from training.checks import count
-from training.sentence_scores import Sentences, SpecialIds, count_tokens, token_scores
 from training.validation import validate
+from training.wording import count
 
 _LARGEST_EXPONENT = 700.0
 _DECODED_AT_ONCE = 256
@@ -87,9 +87,9 @@ def evaluate(options: argparse.Namespace) -> None:
     """Print the results of every text, and write what the flags ask for."""
     check_scoring_flags(options)
     if options.seq_length < 8:
-        raise UseError(f"--seq_length is {options.seq_length}: give 8 or more.")
+        raise UsageError(f"--seq_length is {options.seq_length}: give 8 or more.")
     if not 0 < options.mask_p <= 1:
-        raise UseError(f"--mask_p is {options.mask_p:g}: give a share above 0 and up to 1.")
+        raise UsageError(f"--mask_p is {options.mask_p:g}: give a share above 0 and up to 1.")
     check_output(options.output, "--output")
     texts = {path: None if is_shards(Path(path)) else read_documents(path, options.text_field) for path in options.data}
     model = load_for_scoring(options)
@@ -118,7 +118,7 @@ def is_shards(path: Path) -> bool:
 
 
 def read_documents(path: str, text_field: str) -> list[str]:
-    """The documents of a file or of all files in a folder. Raises UseError, naming file and line."""
+    """The documents of a file or of all files in a folder. Raises UsageError, naming file and line."""
     place = Path(path)
     files = [place]
     if place.is_dir():
@@ -128,22 +128,22 @@ def read_documents(path: str, text_field: str) -> list[str]:
             print(f"note: in --data {path} folders and hidden files are not read: {len(left)}, such as {left[0].name}")
     documents = [document for file in files for document in _read_file(file, text_field)]
     if not documents:
-        raise UseError(f"--data: {path} holds no text.")
+        raise UsageError(f"--data: {path} holds no text.")
     return documents
 
 
 def _read_file(path: Path, text_field: str) -> Iterator[str]:
     if path.suffix.lower() in _PACKED:
-        raise UseError(
+        raise UsageError(
             f"--data: {path} is not read here; unpack it or give the shards that preprocessing/tokenize_corpus.py "
             "makes of it with the model's tokenizer.json."
         )
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UseError(f"--data: {path} cannot be read: {error.strerror}.") from None
+        raise UsageError(f"--data: {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
-        raise UseError(f"--data: {path} is not UTF-8 text (byte {error.start}).") from None
+        raise UsageError(f"--data: {path} is not UTF-8 text (byte {error.start}).") from None
     if path.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
         parts = re.split(r"\n(?:[^\S\n]*\n)+", f"\n\n{text}")  # as preprocessing does
         yield from (part.rstrip("\n") for part in parts if part.strip())
@@ -154,10 +154,10 @@ def _read_file(path: Path, text_field: str) -> Iterator[str]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UseError(f"--data: {path}, line {number}: not valid JSON ({error}).") from None
+            raise UsageError(f"--data: {path}, line {number}: not valid JSON ({error}).") from None
         document = value.get(text_field) if isinstance(value, dict) else value
         if not isinstance(document, str):
-            raise UseError(f'--data: {path}, line {number}: no text in field "{text_field}" (--text_field).')
+            raise UsageError(f'--data: {path}, line {number}: no text in field "{text_field}" (--text_field).')
         if document.strip():
             yield document
 
@@ -165,7 +165,7 @@ def _read_file(path: Path, text_field: str) -> Iterator[str]:
 def open_corpus(
     model: ScoringModel, path: str, documents: list[str] | None, folder: Path, options: argparse.Namespace
 ) -> Corpus:
-    """Shards as they are; documents through a shard of their own in `folder`. Raises UseError."""
+    """Shards as they are; documents through a shard of their own in `folder`. Raises UsageError."""
     tokenizer, special = model.usable.tokenizer, model.special
     words = tokenizer.get_vocab_size()
     saved = folder / "tokenizer.json"
@@ -180,9 +180,9 @@ def open_corpus(
             return Corpus(place, tokenizer_hash=None, bos_id=special.bos, eos_id=special.eos)
         corpus = Corpus(path, tokenizer_hash=None, bos_id=special.bos, eos_id=special.eos)
     except (ShardError, CorpusError) as error:
-        raise UseError(f"--data: {error}") from None
+        raise UsageError(f"--data: {error}") from None
     if corpus.shards[0].tokenizer_hash not in known:
-        raise UseError(f"--data: {path} was made with another tokenizer than the model's; tokenise its text again.")
+        raise UsageError(f"--data: {path} was made with another tokenizer than the model's; tokenise its text again.")
     return corpus
 
 
@@ -222,7 +222,7 @@ def measure(
         if mode == "masked" and options.every_token:
             loss, accuracy = every_token_loss(model, corpus, options.seq_length, masks.row_start), None
         elif f"{mode}_loss" not in metrics:
-            raise UseError(f"--data: the text has no token to predict in mode {mode}; give a longer one.")
+            raise UsageError(f"--data: the text has no token to predict in mode {mode}; give a longer one.")
         else:
             loss, accuracy = metrics[f"{mode}_loss"], metrics[f"{mode}_accuracy"]
         if mode == "causal" and corpus.eos_id is not None:
@@ -242,7 +242,7 @@ def count_text(documents: Sequence[str]) -> tuple[int, int]:
     return sum(len(text.split()) for text in documents), sum(len(text.encode()) for text in documents)
 
 
-def count_decoded(usable: UsableModel, corpus: Corpus) -> tuple[int, int]:
+def count_decoded(usable: LoadedModel, corpus: Corpus) -> tuple[int, int]:
     """The same for a tokenised corpus."""
     words = size = 0
     for shard in corpus.shards:
@@ -266,7 +266,7 @@ def every_token_loss(model: ScoringModel, corpus: Corpus, seq_length: int, row_s
     return -float(scores.sum(dtype=np.float64)) / corpus.num_tokens
 
 
-def windows(corpus: Corpus, special: SpecialIds, seq_length: int, row_start: bool) -> Sentences:
+def windows(corpus: Corpus, special: SpecialIds, seq_length: int, row_start: bool) -> TokenizedSentences:
     """Documents cut into windows of at most seq_length tokens: the first begins with `<s>`, the others as rows of
     training do, with `<s>` too or with the last token of the window before; the last ends with `</s>`."""
     end = [] if special.eos is None else [special.eos]
@@ -283,7 +283,7 @@ def windows(corpus: Corpus, special: SpecialIds, seq_length: int, row_start: boo
                 scored.append(len(window))
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(part) for part in parts])])
     flat = np.concatenate(parts)
-    return Sentences(flat, np.arange(len(flat)), starts, np.array(scored, np.int64))
+    return TokenizedSentences(flat, np.arange(len(flat)), starts, np.array(scored, np.int64))
 
 
 def _exp(loss: float) -> float:

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from evaluation.decoding import UsableModel, UseError, add_model_flags, load
-from slurm.environment import Environment
+from evaluation.generation import LoadedModel, UsageError, add_model_flags, load
+from evaluation.token_log_probs import BatchShape, SpecialIds
 from training.checkpoint import training_flags
 from training.distributed import World
-from training.sentence_scores import Layout, SpecialIds
+from training.environment import Environment
 
 _ROW_LENGTH = 128
 _LOGITS = 1 << 28  # of a causal batch: 1 GiB in float32
@@ -26,11 +26,11 @@ _LOGITS = 1 << 28  # of a causal batch: 1 GiB in float32
 class ScoringModel:
     """A model to score texts with, alone on its device."""
 
-    usable: UsableModel
+    usable: LoadedModel
     special: SpecialIds
     world: World
     autocast: bool
-    layout: Layout
+    layout: BatchShape
 
     def __call__(self, input_ids: Tensor, document_ids: Tensor, causal: bool, positions: Tensor) -> Tensor:
         """Logits [M, V] at flat positions [M] of rows [R, T]."""
@@ -57,13 +57,15 @@ def add_scoring_flags(parser: argparse.ArgumentParser, document_end: bool | None
 
 
 def check_scoring_flags(options: argparse.Namespace) -> None:
-    """Refuse values that cannot work. Raises UseError."""
+    """Refuse values that cannot work. Raises UsageError."""
     if options.batch_tokens < 0 or 0 < options.batch_tokens < _ROW_LENGTH:
-        raise UseError(f"--batch_tokens is {options.batch_tokens}: give {_ROW_LENGTH} or more, or 0 to leave it open.")
+        raise UsageError(
+            f"--batch_tokens is {options.batch_tokens}: give {_ROW_LENGTH} or more, or 0 to leave it open."
+        )
 
 
 def load_for_scoring(options: argparse.Namespace) -> ScoringModel:
-    """Load the model that the flags name. Raises UseError, CheckpointError, ConfigError or ModelConfigError."""
+    """Load the model that the flags name. Raises UsageError, CheckpointError, ConfigError or ModelConfigError."""
     usable = load(options)
     usable.tokenizer.no_padding()
     usable.tokenizer.no_truncation()
@@ -81,29 +83,29 @@ def load_for_scoring(options: argparse.Namespace) -> ScoringModel:
     if not tokens:
         words = usable.tokenizer.get_vocab_size()
         tokens = max(_ROW_LENGTH, min(32768 if on_cuda else 4096, _LOGITS // words))
-    layout = Layout(tokens // _ROW_LENGTH, _ROW_LENGTH)
+    layout = BatchShape(tokens // _ROW_LENGTH, _ROW_LENGTH)
     return ScoringModel(usable, special, World(0, 1, usable.device, Environment("none")), autocast, layout)
 
 
 def check_output(path: str | None, flag: str) -> None:
-    """Refuse a file that could not be written in the end, before any long work. Raises UseError."""
+    """Refuse a file that could not be written in the end, before any long work. Raises UsageError."""
     if path is None:
         return
     place = Path(path)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UseError(f"{flag} {path}: its folder cannot be made ({error.strerror}).") from None
+        raise UsageError(f"{flag} {path}: its folder cannot be made ({error.strerror}).") from None
     if place.is_dir():
-        raise UseError(f"{flag} {path} is a folder: give a file name.")
+        raise UsageError(f"{flag} {path} is a folder: give a file name.")
     if not os.access(place.parent, os.W_OK):
-        raise UseError(f"{flag} {path}: its folder cannot be written to.")
+        raise UsageError(f"{flag} {path}: its folder cannot be written to.")
 
 
 @contextmanager
 def enough_memory() -> Iterator[None]:
-    """What a device without enough memory raises inside becomes a UseError."""
+    """What a device without enough memory raises inside becomes a UsageError."""
     try:
         yield
     except torch.OutOfMemoryError:
-        raise UseError("the device has too little memory for a batch: give a lower --batch_tokens.") from None
+        raise UsageError("the device has too little memory for a batch: give a lower --batch_tokens.") from None

@@ -27,7 +27,7 @@ from export.to_huggingface import ExportError, Parser, check_output, writing
 from model import ModelConfig, ModelConfigError
 from model_extra import build_model
 from training.checkpoint import CheckpointError, write_checkpoint
-from training.exported import TOKENIZER_NOTE, is_exported, model_config, restore_tokenizer
+from training.hf_format import TOKENIZER_NOTE, is_exported, model_config, restore_tokenizer
 
 _WORDS, _TIED, _TABLE = (
     "embedding.word_embedding.weight", "classifier.nonlinearity.5.weight", "embedding.relative_embedding",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from training.checkpoint import Checkpoint
-from training.metrics import read_metrics
+from training.metric_logger import read_metrics
 
 # Flags that say where files lie or how a run is kept and watched, and nothing about the model.
 _PRIVATE = (

@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from data.files import sync_folder, take_folder_mode
+from data.atomic_io import sync_folder, take_folder_mode
 from export.model_card import NOTHING_STATED, Stated, longest_row, model_card, read_records
 from model import LTGBert, ModelConfigError
 from training.checkpoint import Checkpoint, CheckpointError, load_model, locate, rows_begin_with_bos
-from training.exported import TOKENIZER_NOTE, adapt_tokenizer, is_exported
+from training.hf_format import TOKENIZER_NOTE, adapt_tokenizer, is_exported
 
 _SHIPPED = ("configuration_gpt_bert.py", "layers_gpt_bert.py", "modeling_gpt_bert.py")
 _SPECIAL = {

@@ -19,7 +19,7 @@ from ops.dropout import apply_mask, keep_mask, keep_scale
 _MAX_ONE_HOT = 2**28
 
 
-class RelativeLayout(NamedTuple):
+class RelativeAttentionMetadata(NamedTuple):
     """Who attends whom in a batch, and from which slot of the position tables; computed once for all layers.
 
     document_ids: int64 [B, T]; causal: bool [B].
@@ -80,7 +80,7 @@ def attention_allowed(document_ids: Tensor, causal: Tensor) -> Tensor:
 
 def relative_layout(
     document_ids: Tensor, causal: Tensor, bucket_size: int, max_position: int, dtype: torch.dtype = torch.float32
-) -> RelativeLayout:
+) -> RelativeAttentionMetadata:
     """Layout for `relative_attention` from document_ids int64 [B, T] (negative: padding) and causal bool [B].
 
     `dtype` is that of the queries and keys to come. Never waits for the device.
@@ -93,11 +93,11 @@ def relative_layout(
     one_hot = None
     if device.type == "cuda" and width * length**2 <= _MAX_ONE_HOT:
         one_hot = one_hot_slots(slots, width, dtype)
-    return RelativeLayout(document_ids, causal, slots, bias, one_hot)
+    return RelativeAttentionMetadata(document_ids, causal, slots, bias, one_hot)
 
 
 def one_hot_slots(slots: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """RelativeLayout.one_hot for slots int64 [T, T]: two tensors [T, width, T]."""
+    """RelativeAttentionMetadata.one_hot for slots int64 [T, T]: two tensors [T, width, T]."""
     numbers = torch.arange(width, device=slots.device)[None, :, None]
     return (slots[:, None, :] == numbers).to(dtype), (slots.t()[:, None, :] == numbers).to(dtype)
 
@@ -108,7 +108,7 @@ def relative_attention(
     value: Tensor,
     query_pos: Tensor,
     key_pos: Tensor,
-    layout: RelativeLayout,
+    layout: RelativeAttentionMetadata,
     dropout_p: float = 0.0,
     dropout_keys: Tensor | None = None,
     dropout_columns: Tensor | None = None,

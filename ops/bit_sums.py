@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ops import nvrtc
-from ops.fused_lamb import chunk_table, fits
+from ops.lamb_cuda import chunk_table, fits
 from ops.nvrtc import Module
 
 _SOURCE = Path(__file__).parent / "cuda" / "bit_sums.cu"

@@ -1,9 +1,9 @@
 """The residual stream: what sublayers read, normalised, and add to, with or without averaging over depth.
 
     x' = x + dropout(update)                                      LTG-BERT
-    x' = the depth-weighted average that ops/averaging.py defines     GPT-BERT
+    x' = the depth-weighted average that ops/depth_average.py defines     GPT-BERT
 
-This is the plain form; ops/fused_residual.py is its fast twin.
+This is the plain form; ops/residual_cuda.py is its fast twin.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.averaging import BufferedAverages, PlainAverages
+from ops.depth_average import BufferedAverages, PlainAverages
 from ops.dropout import DropoutStates, drop_tokens
 
 

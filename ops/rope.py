@@ -48,7 +48,7 @@ class VarlenLayout(NamedTuple):
     boundaries: tuple[Tensor, Tensor]
 
 
-class RopeLayout(NamedTuple):
+class RopeAttentionMetadata(NamedTuple):
     """What all layers share: document_ids int64 [B, T]; cos and sin float32 [T, 1, d/2]; allowed bool [B, 1, T, T]
     for PyTorch's attention (None where `varlen` is used); varlen with its kernel, or None."""
 
@@ -67,7 +67,7 @@ def rope_layout(
     theta: float,
     dtype: torch.dtype,
     sizes: VarlenSizes | None = None,
-) -> RopeLayout:
+) -> RopeAttentionMetadata:
     """Layout for `rope_attention` from document_ids int64 [B, T] (-1: padding) and causal, a bool or bool [B].
 
     `dtype` is that of the queries to come: it decides which kernel can be used. For a variable-length kernel the number
@@ -79,11 +79,11 @@ def rope_layout(
     cos, sin = angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
     kernel = None if torch.compiler.is_compiling() or obstacle(device, dtype) else varlen_kernel()
     if kernel is not None:
-        return RopeLayout(document_ids, cos, sin, None, varlen_layout(document_ids, causal, sizes), kernel)
+        return RopeAttentionMetadata(document_ids, cos, sin, None, varlen_layout(document_ids, causal, sizes), kernel)
     if isinstance(causal, bool):
         causal = torch.full((batch,), causal, device=device)
     allowed = attention_allowed(document_ids, causal.to(device)).unsqueeze(1)
-    return RopeLayout(document_ids, cos, sin, allowed, None, None)
+    return RopeAttentionMetadata(document_ids, cos, sin, allowed, None, None)
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str:
@@ -97,7 +97,7 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str:
     return "" if varlen_kernel() else "neither flash-attn nor torch.nn.attention.varlen is installed"
 
 
-def rope_attention(query: Tensor, key: Tensor, value: Tensor, layout: RopeLayout) -> Tensor:
+def rope_attention(query: Tensor, key: Tensor, value: Tensor, layout: RopeAttentionMetadata) -> Tensor:
     """Context [B, T, H, d] of query, key and value [B, T, H, d], scores scaled by 1/sqrt(d); zero for padding."""
     query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
     if layout.varlen is not None and layout.kernel is not None:

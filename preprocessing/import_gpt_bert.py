@@ -31,10 +31,10 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from data.files import sync_folder, write_atomically
+from data.atomic_io import sync_folder, write_atomically
 from data.shards import sha256_file, tokenizer_hash
-from preprocessing.command_line import CommandError, Parser, counted, positive_int, run
-from preprocessing.shard_folder import FolderPlan, ShardFolder, described_input
+from preprocessing.cli import CommandError, Parser, counted, positive_int, run
+from preprocessing.resumable_output import FolderPlan, ShardFolder, described_input
 from preprocessing.tokenizer import load_tokenizer, special_ids, vocabulary_size
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from preprocessing.command_line import CommandError, counted
+from preprocessing.cli import CommandError, counted
 
 _KINDS = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 # Read where a file or a glob names them. BabyLM's .train, .dev and .test: a folder of them would mix training and

@@ -29,8 +29,8 @@ from data.shards import (
     sha256_file,
     tokenizer_hash,
 )
-from preprocessing.command_line import CommandError, Parser, counted, positive_int, run
-from preprocessing.shard_folder import TOKENIZER_NAME
+from preprocessing.cli import CommandError, Parser, counted, positive_int, run
+from preprocessing.resumable_output import TOKENIZER_NAME
 from preprocessing.tokenizer import load_tokenizer
 
 _BLOCK = 1 << 20  # tokens or documents looked at together

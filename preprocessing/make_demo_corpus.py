@@ -30,8 +30,8 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 from tqdm import tqdm
 
-from data.files import write_atomically
-from preprocessing.command_line import CommandError, Parser, positive_int, run
+from data.atomic_io import write_atomically
+from preprocessing.cli import CommandError, Parser, positive_int, run
 
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_vendor", "vendor"}
 _LARGEST_SOURCE = 1 << 20  # bytes; beyond are generated tables

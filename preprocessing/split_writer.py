@@ -9,9 +9,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data.files import PARTIAL_SUFFIX, sync_folder
+from data.atomic_io import PARTIAL_SUFFIX, sync_folder
 from data.shards import ShardFile, ShardWriter, describe_shard
-from preprocessing.command_line import CommandError
+from preprocessing.cli import CommandError
 
 EMPTY_STATE: dict[str, Any] = {"finished": [], "full": [], "current": None, "part_tokens": 0, "part_words": 0}
 WORDS_NAME = "document_words"  # uint64, words of each document; only where asked for

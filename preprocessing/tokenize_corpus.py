@@ -30,7 +30,8 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 from tqdm import tqdm
 
 from data.shards import FORMAT_VERSION, tokenizer_hash
-from preprocessing.command_line import (
+from preprocessing.array_output import PartsFolder, number_of_parts, refuse_parts, share
+from preprocessing.cli import (
     CommandError,
     Parser,
     Terminated,
@@ -40,11 +41,10 @@ from preprocessing.command_line import (
     positive_int,
     run,
 )
-from preprocessing.corpora import DOCUMENT_BYTES, Position, read_chunks
-from preprocessing.encoding import EncodedChunk, EncoderSettings, encode_in_order
 from preprocessing.inputs import CorpusError, InputFile, find_inputs
-from preprocessing.parts import PartsFolder, number_of_parts, refuse_parts, share
-from preprocessing.shard_folder import FolderPlan, ShardFolder, described_input
+from preprocessing.readers import DOCUMENT_BYTES, Position, read_chunks
+from preprocessing.resumable_output import FolderPlan, ShardFolder, described_input
+from preprocessing.tokenize_pool import EncodedChunk, EncoderSettings, encode_in_order
 from preprocessing.tokenizer import load_tokenizer, vocabulary_size
 
 DEFAULT_SHARD_SIZE = 100_000_000

@@ -23,11 +23,11 @@ import numpy as np
 from tokenizers import Tokenizer, trainers
 from tqdm import tqdm
 
-from data.files import write_atomically
-from preprocessing.command_line import CommandError, Parser, add_input_flags, counted, positive_int, run
-from preprocessing.corpora import read_chunks
-from preprocessing.documents import parse_chunk
+from data.atomic_io import write_atomically
+from preprocessing.cli import CommandError, Parser, add_input_flags, counted, positive_int, run
 from preprocessing.inputs import CorpusError, InputFile, find_inputs
+from preprocessing.parsing import parse_chunk
+from preprocessing.readers import read_chunks
 from preprocessing.tokenizer import (
     ALPHABET,
     SMALLEST_VOCABULARY,

@@ -32,17 +32,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store's time-out is a
 import torch
 import torch.distributed as dist
 
-from slurm.environment import Environment, EnvironmentProblem, read_environment
-from training import kernel_report, machine_checks, run_checks
-from training.checks import FAIL, OK, SKIP, WARN, Row, time_text
-from training.checkup import COLUMNS, Doctor, Report, sentence
-from training.config import ConfigError, TrainingConfig, make_parser, parse_config
-from training.distributed import World, choose_device, start_world
-from training.loop import resolve_device_defaults
-from training.meeting import Meeting, RankLost
-from training.metrics import wandb_mode
-from training.setup import Inputs, check_world, read_inputs
-from training.trial import (
+from slurm import doctor_machine, doctor_run
+from slurm.doctor_ranks import COLUMNS, Doctor, Report, sentence
+from slurm.doctor_steps import (
     PATIENT_STEP,
     StepTrial,
     expected_seconds,
@@ -51,6 +43,15 @@ from training.trial import (
     judge_steps,
     measure_steps,
 )
+from slurm.doctor_table import FAIL, OK, SKIP, WARN, Row
+from training.config import ConfigError, TrainingConfig, make_parser, parse_config
+from training.distributed import World, choose_device, start_world
+from training.environment import Environment, EnvironmentProblem, read_environment
+from training.loop import resolve_device_defaults
+from training.metric_logger import wandb_mode
+from training.rank_store import RankLost, RankStore
+from training.setup import Inputs, check_world, read_inputs
+from training.wording import time_text
 
 _DESCRIPTION = "Check machines, network, run folder, shards and one real step before training; takes training's flags."
 _CHECKSUM_SECONDS = 4 * 3600.0  # terabytes of shards
@@ -83,18 +84,18 @@ def examine(doctor: Doctor, request: Request) -> None:
     def place() -> dict[str, Any]:
         nonlocal device
         device = choose_device(config.device if config else "auto", environment.local_rank)
-        return machine_checks.measure_place(environment, device)
+        return doctor_machine.measure_place(environment, device)
 
     if request.environment_problem:
         report.add(Row("environment", FAIL, request.environment_problem))
     else:
-        report.add(machine_checks.judge_environment(environment))
-    places = doctor.check("ranks", place, partial(machine_checks.judge_ranks, environment=environment))
+        report.add(doctor_machine.judge_environment(environment))
+    places = doctor.check("ranks", place, partial(doctor_machine.judge_ranks, environment=environment))
     if places:
         wish, mixed = (config.device, config.mixed_precision) if config else ("auto", None)
-        doctor.check("devices", dict, lambda _: machine_checks.judge_devices(places, wish, mixed))
-        doctor.check("processors", dict, lambda _: machine_checks.judge_processors(places))
-    doctor.check("versions", machine_checks.measure_versions, machine_checks.judge_versions)
+        doctor.check("devices", dict, lambda _: doctor_machine.judge_devices(places, wish, mixed))
+        doctor.check("processors", dict, lambda _: doctor_machine.judge_processors(places))
+    doctor.check("versions", doctor_machine.measure_versions, doctor_machine.judge_versions)
     world = _examine_network(doctor, environment, device, places, config)
 
     def open_inputs() -> str:
@@ -118,13 +119,13 @@ def examine(doctor: Doctor, request: Request) -> None:
             if corpus is None:
                 doctor.skip("no --valid_path", name)
                 continue
-            measure = partial(run_checks.measure_shards, corpus, request.checksums, meeting.rank, meeting.size)
-            doctor.check(name, measure, partial(run_checks.judge_shards, name=name, corpus=corpus), _CHECKSUM_SECONDS)
+            measure = partial(doctor_run.measure_shards, corpus, request.checksums, meeting.rank, meeting.size)
+            doctor.check(name, measure, partial(doctor_run.judge_shards, name=name, corpus=corpus), _CHECKSUM_SECONDS)
         plan = inputs  # for the closures below: never None from here on
         if places:
-            kernels = partial(kernel_report.measure, plan.config, plan.model_config, device)
-            doctor.check("kernels", kernels, kernel_report.judge, _STEP_SECONDS)
-        doctor.check("epochs", dict, lambda _: run_checks.judge_epochs(plan))
+            kernels = partial(doctor_machine.measure_kernels, plan.config, plan.model_config, device)
+            doctor.check("kernels", kernels, doctor_machine.judge_kernels, _STEP_SECONDS)
+        doctor.check("epochs", dict, lambda _: doctor_run.judge_epochs(plan))
         splits = doctor.check("batch", lambda: check_world(plan, planned), lambda _: judge_batch(plan, planned))
         if splits is None:
             doctor.skip("rows cannot be shared out", "memory")
@@ -174,14 +175,14 @@ def _examine_network(
         ("process group", join, joined, f"MASTER_ADDR must lead to rank 0; {networks}"),
         (
             "host sums",
-            lambda: machine_checks.measure_host_reduce(worlds[0]),
-            machine_checks.judge_host_reduce,
+            lambda: doctor_machine.measure_host_reduce(worlds[0]),
+            doctor_machine.judge_host_reduce,
             networks,
         ),
         (
             "all-reduce",
-            lambda: machine_checks.measure_device_reduce(worlds[0]),
-            lambda facts: machine_checks.judge_device_reduce(facts, places),
+            lambda: doctor_machine.measure_device_reduce(worlds[0]),
+            lambda facts: doctor_machine.judge_device_reduce(facts, places),
             f"NCCL_DEBUG=INFO tells which way hangs (NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 avoid one); {networks}",
         ),
     ]
@@ -197,8 +198,8 @@ def _examine_folder(doctor: Doctor, inputs: Inputs, environment: Environment) ->
     meeting, probes = doctor.meeting, []
     runs = doctor.check(
         "run",
-        lambda: run_checks.measure_run(inputs, environment) if meeting.rank == 0 else None,
-        lambda facts: run_checks.judge_run(facts[0], inputs),
+        lambda: doctor_run.measure_run(inputs, environment) if meeting.rank == 0 else None,
+        lambda facts: doctor_run.judge_run(facts[0], inputs),
     )
     run = runs[0] if runs else None
 
@@ -207,7 +208,7 @@ def _examine_folder(doctor: Doctor, inputs: Inputs, environment: Environment) ->
             return None
         folder = inputs.config.run_folder
         try:
-            probes.append(run_checks.FolderProbe(folder))
+            probes.append(doctor_run.FolderProbe(folder))
             return probes[0].measure()
         except OSError as error:
             raise ConfigError(f"--output_dir: {folder} cannot be written: {error.strerror}") from error
@@ -218,10 +219,10 @@ def _examine_folder(doctor: Doctor, inputs: Inputs, environment: Environment) ->
             doctor.skip("the run folder cannot be written", "shared folder", "file locks", "clocks", "disk space")
             return run
         clocks = doctor.check("clocks", lambda: {"time": time.time()}) or {}
-        look = partial(run_checks.measure_shared, made[0], meeting.rank)
-        doctor.check("shared folder", look, lambda facts: run_checks.judge_shared(facts, made[0], clocks))
+        look = partial(doctor_run.measure_shared, made[0], meeting.rank)
+        doctor.check("shared folder", look, lambda facts: doctor_run.judge_shared(facts, made[0], clocks))
         doctor.check(
-            "disk space", dict, lambda _: run_checks.judge_space(made[0], run or {"step": 0, "saved": 0}, inputs)
+            "disk space", dict, lambda _: doctor_run.judge_space(made[0], run or {"step": 0, "saved": 0}, inputs)
         )
     finally:
         for left in probes:
@@ -313,7 +314,7 @@ def main(arguments: Sequence[str]) -> int:
     report, meeting = Report(shown=rank == 0), None
     previous = {number: signal.signal(number, _stop) for number in _SIGNALS}
     try:
-        meeting = Meeting(request.environment, options.timeout)
+        meeting = RankStore(request.environment, options.timeout)
         examine(Doctor(meeting, report, options.verbose), request)
     except (RankLost, RuntimeError) as error:  # torch's errors of the store are RuntimeErrors
         if rank:
@@ -340,7 +341,7 @@ def main(arguments: Sequence[str]) -> int:
     return _leave(meeting, code)
 
 
-def _leave(meeting: Meeting | None, code: int) -> int:
+def _leave(meeting: RankStore | None, code: int) -> int:
     """End all communication; where a thread may still wait for another rank, end the process at once."""
     if meeting is not None:
         meeting.leave()

@@ -129,13 +129,13 @@ def flags_file(folder: Path, task: int | str) -> Path:
 
 
 def teardown_lines(folder: Path, code: Path) -> list[str]:
-    """Shell lines after srun: slurm/finish.py, as in train.sbatch, does what the ranks could not."""
+    """Shell lines after srun: slurm/requeue.py, as in train.sbatch, does what the ranks could not."""
     flags = f'{shlex.quote(str(flags_file(folder, "")))}"${{SLURM_ARRAY_TASK_ID:-0}}"'
     return [
         "code=$?",
         f"mapfile -d '' -t flags <{flags}",
         "export REQUEUE_ON_CRASH=${REQUEUE_ON_CRASH:-0}",
-        f"exec {shlex.quote(sys.executable)} {shlex.quote(str(code / 'slurm' / 'finish.py'))} --exit_code $code "
+        f"exec {shlex.quote(sys.executable)} {shlex.quote(str(code / 'slurm' / 'requeue.py'))} --exit_code $code "
         '-- "${flags[@]}"',
     ]
 
@@ -170,7 +170,7 @@ def submitit_parameters(
 
 
 @contextmanager
-def outside_any_job() -> Iterator[None]:
+def clean_environment() -> Iterator[None]:
     """Without variables that describe another job or launcher: sbatch hands the environment on to the job."""
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
     if "SLURM_JOB_ID" in os.environ:

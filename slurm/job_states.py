@@ -93,7 +93,7 @@ def read_queue(job_id: str) -> dict[str, QueueEntry]:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RunFacts:
     """What a run's own files say about it in this job. state: of its status.json, None where there is none.
 
     reason: why it stopped or failed. error: the sentence of the rank, or the process, that failed first ("" where
@@ -106,7 +106,7 @@ class Evidence:
     done: bool = False
 
 
-def judge(entry: QueueEntry | None, run: Evidence) -> tuple[str, str]:
+def judge(entry: QueueEntry | None, run: RunFacts) -> tuple[str, str]:
     """State and reason of a task, from what SLURM knows about it (None: nothing any more) and from its run."""
     over = entry is None or entry.state in _ENDED
     if entry is not None and entry.state in _WAITING:
@@ -136,7 +136,7 @@ def judge(entry: QueueEntry | None, run: Evidence) -> tuple[str, str]:
     return "failed", run.error or f"it ended with exit code {entry.exit_code} and no word; see its log"
 
 
-def _judge_forgotten(run: Evidence) -> tuple[str, str]:
+def _judge_forgotten(run: RunFacts) -> tuple[str, str]:
     """A job that SLURM does not know any more and that left no final state."""
     if run.error:
         return "failed", run.error

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm.job_options import LaunchError
-from slurm.job_states import LIVE, Evidence, SlurmUnreachable, judge, read_queue
+from slurm.job_states import LIVE, RunFacts, SlurmUnreachable, judge, read_queue
 from slurm.sweep import format_table
 
 RECORD = "job.json"
@@ -121,10 +121,10 @@ class Job:
     folder: Path
     job_id: str
     tasks: list[Task] = field(repr=False)
-    read_run: Callable[[Task], Evidence] = field(repr=False)
+    read_run: Callable[[Task], RunFacts] = field(repr=False)
 
     @staticmethod
-    def load(folder: Path, read_run: Callable[[Task], Evidence]) -> Job:
+    def load(folder: Path, read_run: Callable[[Task], RunFacts]) -> Job:
         """The job of a job folder. Raises LaunchError."""
         try:
             record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
@@ -159,7 +159,7 @@ class Job:
             found.append(TaskReport(task, state, step, reason))
         return found
 
-    def _evidence(self, task: Task) -> Evidence:
+    def _evidence(self, task: Task) -> RunFacts:
         run = self.read_run(task)
         outcomes = [_outcome(path) for path in sorted(self.folder.glob(f"{task.job_id}_*_result.pkl"))]
         errors = [error for success, error in outcomes if not success]
@@ -181,7 +181,7 @@ class Job:
             time.sleep(seconds)
 
 
-def find_job(wish: str, place: Path, read_run: Callable[[Task], Evidence]) -> Job:
+def find_job(wish: str, place: Path, read_run: Callable[[Task], RunFacts]) -> Job:
     """The job of a job folder or a job id, among the folders in `place` where SLURM has forgotten it.
 
     Raises LaunchError.

@@ -28,24 +28,24 @@ from typing import Any, NoReturn
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from slurm.environment import read_environment
 from slurm.job_options import (
     PYTHON,
     JobOptions,
     LaunchError,
+    clean_environment,
     flags_file,
     new_folder,
-    outside_any_job,
     submitit_parameters,
 )
-from slurm.job_states import Evidence
+from slurm.job_states import RunFacts
 from slurm.jobs import Job, Task, TaskReport, exit_code, find_job, follow, last_step, plan_table, reports_table
-from slurm.preemption import early_signals
 from slurm.snapshot import SITE_FILE, SnapshotError, take_snapshot
 from slurm.sweep import Axis, SweepError, make_axis, parse_axis
 from slurm.tasks import DESCRIPTION, base_name, is_list, missing_files, plan_tasks
 from training.config import FIELDS, ConfigError
+from training.environment import read_environment
 from training.errors import DONE
+from training.preemption import early_signals
 from training.status import FINISHED, REQUEUE_WANTED, REQUEUED, STOPPED, first_failure, read_status
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -109,13 +109,13 @@ def _failure(run_folder: Path, job_id: str | None, restart: int = 0, since: floa
     return f"rank {failure.rank} on {failure.host}: {failure.error}"
 
 
-def read_run(task: Task) -> Evidence:
+def read_run(task: Task) -> RunFacts:
     """What the run folder of a submitted task says about it; files of other jobs that ran there do not count."""
     folder = Path(task.run_folder)
     status = read_status(folder)
     if status is None or status.job_id != task.job_id:
-        return Evidence(error=_failure(folder, task.job_id))
-    return Evidence(status.state, status.reason, _failure(folder, task.job_id, status.restart_count))
+        return RunFacts(error=_failure(folder, task.job_id))
+    return RunFacts(status.state, status.reason, _failure(folder, task.job_id, status.restart_count))
 
 
 # Submitting
@@ -171,7 +171,7 @@ def _submit(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis])
         executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=_MANY, python=PYTHON)
         has_site_file = (code / SITE_FILE).is_file()
         executor.update_parameters(**submitit_parameters(options, name, folder, code, has_site_file, len(tasks)))
-        with outside_any_job(), executor.batch():
+        with clean_environment(), executor.batch():
             submitted = [executor.submit(TrainingJob(task.arguments, task.run_folder)) for task in tasks]
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -284,7 +284,7 @@ def _local_command(task: Task, options: JobOptions) -> list[str]:
 def _run_one(task: Task, options: JobOptions) -> tuple[TaskReport, bool]:
     """Run a task to its end; also says whether Ctrl-C was pressed, upon which training saves and ends."""
     began, interrupted = datetime.now(timezone.utc).replace(microsecond=0), False
-    with outside_any_job():
+    with clean_environment():
         environment = dict(os.environ)
     if options.tasks > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.tasks)))

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 import torch
-from cluster import CannotRun, Cluster, obstacle
+from helpers.slurm_cluster_fixture import CannotRun, Cluster, obstacle
 
 if TYPE_CHECKING:
-    from slurm_jobs import Jobs
-    from slurm_reference import Reference
+    from helpers.slurm_jobs import Jobs
+    from helpers.slurm_reference import Reference
 
 # How long an example takes says more about what else the machine does than about the code.
 hypothesis.settings.register_profile("tests", deadline=None)
@@ -38,8 +38,8 @@ SHARED_FILES = ("test_slurm_ranks.py", "test_slurm_restarts.py")  # whose tests 
 # Fixtures that train; what takes them is marked slow.
 SLOW_FIXTURES = {
     ("test_world_size.py", "folder"),
-    ("test_parallel.py", "folder"),
-    ("test_metrics.py", "wandb_run"),
+    ("test_gradients.py", "folder"),
+    ("test_metric_logger.py", "wandb_run"),
     ("test_report.py", "real_run"),
     ("test_resume.py", "whole"),
     ("test_agreement.py", "outcomes"),
@@ -94,11 +94,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def cheap_tokenizing(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For some hundred runs of tokenize_corpus: the tokenizer is loaded once, and nothing waits for the disk."""
     import data.shards
-    from preprocessing import encoding, tokenize_corpus
+    from preprocessing import tokenize_corpus, tokenize_pool
     from preprocessing.tokenizer import load_tokenizer
 
     tokenizer, digest = load_tokenizer(tokenizer_path), data.shards.tokenizer_hash(tokenizer_path)
-    for module in (tokenize_corpus, encoding):
+    for module in (tokenize_corpus, tokenize_pool):
         monkeypatch.setattr(module, "load_tokenizer", lambda path: tokenizer)
     monkeypatch.setattr(tokenize_corpus, "tokenizer_hash", lambda path: digest)
     monkeypatch.setattr(data.shards.os, "fsync", lambda descriptor: None)  # slow, and nothing here loses its power
@@ -106,14 +106,14 @@ def cheap_tokenizing(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture(scope="module")
 def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tokenizing import make_tokenizer
+    from helpers.tiny_corpora import make_tokenizer
 
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tokenizing import make_corpus
+    from helpers.tiny_corpora import make_corpus
 
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 
@@ -121,17 +121,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a few documents, parts of documents of a few lines, merged in small blocks."""
-    from preprocessing import corpora, parts
+    from preprocessing import array_output, readers
 
-    monkeypatch.setattr(corpora, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(corpora, "DOCUMENT_BYTES", 4000)
-    monkeypatch.setattr(parts, "MERGED_TOKENS", 700)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(readers, "DOCUMENT_BYTES", 4000)
+    monkeypatch.setattr(array_output, "MERGED_TOKENS", 700)
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory, tokenizer_path: Path) -> Path:
     """9 MB in three files (enough to be caught in the middle) and what becomes of them."""
-    from tokenizing import make_texts, tokenize
+    from helpers.tiny_corpora import make_texts, tokenize
 
     folder = tmp_path_factory.mktemp("large")
     (folder / "in").mkdir()
@@ -194,7 +194,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> "Reference":
     """Inputs of a short run, and the run of one process; workers of pytest-xdist share them."""
-    from slurm_reference import Reference
+    from helpers.slurm_reference import Reference
 
     base = tmp_path_factory.getbasetemp()
     return Reference((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "reference")
@@ -203,7 +203,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> "Reference":
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, reference: "Reference") -> "Jobs":
     """Training jobs that the tests of a file share."""
-    from slurm_jobs import Jobs
+    from helpers.slurm_jobs import Jobs
 
     return Jobs(cluster, tmp_path_factory.mktemp("slurm"), reference)
 

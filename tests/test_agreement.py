@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from ranks import Outcome, Run, run_ranks
-from runs import flags, make_inputs
+from helpers.ranks import Outcome, Run, run_ranks
+from helpers.tiny_runs import flags, make_inputs
 
-from slurm.environment import Environment
 from training import agreement
 from training.config import FIELDS
 from training.distributed import World
 from training.divergence import DivergenceError, RankCheck
+from training.environment import Environment
 from training.errors import HARDWARE
 
 SHORT = {"max_steps": 12, "validate_every": 0, "save_every": 4, "collective_timeout": 0.5}
@@ -106,7 +106,7 @@ def test_a_flipped_bit_ends_the_run(outcomes: dict[str, list[Outcome]], name: st
 def test_the_rank_that_most_others_contradict_is_named():
     @dataclass(frozen=True)
     class ThreeRanks(World):
-        def gather(self, value):
+        def all_gather_objects(self, value):
             return [("a", [1, 2, 3]), ("b", [1, 4, 9]), ("a", [1, 2, 3])]
 
     names = {"weights": ["one", "two"], "average": ["two"], "moments": []}

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import ROOT, flags, make_inputs, run, training_lines
+from helpers.tiny_runs import ROOT, flags, make_inputs, run, training_lines
 
 from training import background, loop
 from training.background import Background
@@ -84,7 +84,7 @@ def test_samples_that_fail_leave_the_run_as_it_is(inputs, tmp_path, capsys, monk
         raise RuntimeError("no words")
 
     assert loop.main(flags(inputs, tmp_path, "whole", **options), "", single_world) == 0
-    monkeypatch.setattr("training.report_samples.Sampler.take", broken)
+    monkeypatch.setattr("evaluation.samples.Sampler.take", broken)
     assert loop.main(flags(inputs, tmp_path, "broken", **options), "", single_world) == 0
     note = "note: no samples from here on (RuntimeError: no words); the run goes on without them"
     assert capsys.readouterr().out.count(note) == 1
@@ -96,20 +96,20 @@ _KILLS_WANDB = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import psutil
-from slurm.preemption import early_signals
+from training.preemption import early_signals
 signals = early_signals()
-from training import background, loop, metrics
+from training import background, loop, metric_logger
 from training.background import leave
 from training.distributed import single_world
 
 def wandb_processes():
     return [each for each in psutil.Process().children(recursive=True) if each.name().startswith("wandb")]
 
-background._began, open_wandb = None, metrics._open_wandb
+background._began, open_wandb = None, metric_logger._open_wandb
 def opened(*arguments):
     background._began = open_wandb(*arguments)
     return background._began
-metrics._open_wandb = opened
+metric_logger._open_wandb = opened
 
 train_step = loop.train_step
 def step(state, *arguments):

@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import flags, make_inputs, training_lines
+from helpers.tiny_runs import flags, make_inputs, training_lines
 
 import training.checkpoint
 import training.loop
 import training.saving
+from report.plot import read_run
 from training import errors
 from training.checkpoint import SaveError, find_newest, locate, prune, set_aside, write_checkpoint
 from training.checkpoint_names import list_checkpoints, newest_step
 from training.distributed import single_world
-from training.plot import read_run
 from training.status import FAILED, read_status
 
 STEPS = 12

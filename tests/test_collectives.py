@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Run, start_ranks
-from runs import flags, make_inputs
+from helpers.ranks import Run, start_ranks
+from helpers.tiny_runs import flags, make_inputs
 
 from training.errors import HARDWARE
 from training.status import read_status

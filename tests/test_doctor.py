@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import ROOT, environment, flags, make_inputs, run
+from helpers.tiny_runs import ROOT, environment, flags, make_inputs, run
 
 from data.shards import describe_shard, tokenizer_hash, write_manifest
 from slurm.doctor import main
-from slurm.environment import Environment
-from training.checks import FAIL, OK, SKIP, WARN
-from training.checkup import Doctor, Report
-from training.meeting import Meeting, OtherRankFailed
+from slurm.doctor_ranks import Doctor, Report
+from slurm.doctor_table import FAIL, OK, SKIP, WARN
+from training.environment import Environment
+from training.rank_store import OtherRankFailed, RankStore
 
 SCRIPT = str(ROOT / "slurm" / "doctor.py")
 # A batch of constant size that two ranks and both micro-batches divide: nothing to warn of.
@@ -240,7 +240,7 @@ def test_a_signal_leaves_nothing_in_the_run_folder(inputs, tmp_path, capsys, mon
         assert list((tmp_path / "runs" / "run").glob(".doctor_*/token"))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("training.run_checks.measure_shared", signalled)
+    monkeypatch.setattr("slurm.doctor_run.measure_shared", signalled)
     with pytest.raises(SystemExit) as stop:
         main(arguments(inputs, tmp_path / "runs"))
     assert stop.value.code == 128 + signal.SIGTERM
@@ -340,7 +340,7 @@ def on_two_ranks(function) -> list:
         place = Environment("slurm", rank, rank, 2, 2, master_port=port)
 
         def work(rank=rank, place=place):
-            results[rank] = function(Doctor(Meeting(place, 10), Report(shown=False), verbose=False))
+            results[rank] = function(Doctor(RankStore(place, 10), Report(shown=False), verbose=False))
 
         threads.append(threading.Thread(target=work))
         threads[-1].start()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from slurm.environment import Environment
-from training.checks import FAIL, OK, WARN, ranks_text, time_text
-from training.machine_checks import (
+from slurm.doctor_machine import (
     judge_device_reduce,
     judge_devices,
     judge_environment,
@@ -15,7 +13,10 @@ from training.machine_checks import (
     judge_ranks,
     judge_versions,
 )
-from training.run_checks import judge_shared
+from slurm.doctor_run import judge_shared
+from slurm.doctor_table import FAIL, OK, WARN
+from training.environment import Environment
+from training.wording import ranks_text, time_text
 
 
 def place(host: str, gpu: str | None = None, **changes) -> dict:

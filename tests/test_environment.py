@@ -10,18 +10,18 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import ROOT
+from helpers.tiny_runs import ROOT
 
-from slurm import preemption
-from slurm.environment import (
+from training import preemption
+from training.config import TrainingConfig
+from training.environment import (
     EnvironmentProblem,
     expand_node_list,
     local_device_index,
     read_environment,
     tasks_per_node,
 )
-from slurm.preemption import StopSignals, TimeLimit, parse_duration
-from training.config import TrainingConfig
+from training.preemption import StopSignals, TimeLimit, parse_duration
 from training.stopping import RestartRefused, StopConditions, excuse_attempt, register_attempt
 
 SLURM = {
@@ -247,7 +247,7 @@ def test_time_limit(fake_slurm, monkeypatch):
 _HANGING = """
 import ctypes, signal, sys
 sys.path.insert(0, {root!r})
-from slurm.preemption import StopSignals
+from training.preemption import StopSignals
 with StopSignals():
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)

@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT, flags, make_inputs
+from helpers.tiny_runs import ROOT, flags, make_inputs
 
 from data.shards import ShardError
-from slurm import preemption
-from slurm.environment import Environment, EnvironmentProblem
-from slurm.finish import finish
-from training import loop
+from slurm.requeue import finish
+from training import loop, preemption
 from training.checkpoint import CheckpointError, SaveError
 from training.config import ConfigError, TrainingConfig
 from training.distributed import CollectiveError, single_world
+from training.environment import Environment, EnvironmentProblem
 from training.errors import (
     BUG,
     GAVE_UP,
@@ -113,8 +112,8 @@ def test_an_error_is_told_before_what_takes_long(inputs, tmp_path, capsys, monke
         raise error
 
     monkeypatch.setattr("training.loop.train_step", step)
-    monkeypatch.setattr("training.metrics._open_wandb", lambda *_: SlowSink())
-    monkeypatch.setattr("training.metrics._HURRIED_SECONDS", 0.05)
+    monkeypatch.setattr("training.metric_logger._open_wandb", lambda *_: SlowSink())
+    monkeypatch.setattr("training.metric_logger._HURRIED_SECONDS", 0.05)
     monkeypatch.setattr(loop.Loader, "close", close)
     began = time.monotonic()
     assert loop.main(flags(inputs, tmp_path, wandb_mode="offline"), "test", single_world) == code
@@ -125,7 +124,7 @@ def test_an_error_is_told_before_what_takes_long(inputs, tmp_path, capsys, monke
     assert state == "failed"
 
 
-# The job script's last word (slurm/finish.py)
+# The job script's last word (slurm/requeue.py)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exporting import BOS, EOS, FORMS, MASK, PAD, environment, library, load, make_exported
+from helpers.tiny_exports import BOS, EOS, FORMS, MASK, PAD, environment, library, load, make_exported
 
 from model import LTGBert
 

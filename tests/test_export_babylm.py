@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from exporting import BOS, EOS, MASK, library, load, make_checkpoint, make_exported, random_model
+from helpers.tiny_exports import BOS, EOS, MASK, library, load, make_checkpoint, make_exported, random_model
 
 from evaluation import minimal_pairs
 

@@ -9,9 +9,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import runs
 import torch
-from exporting import FORMS, make_checkpoint, make_exported, random_model, tokenizer_text
+from helpers import tiny_runs
+from helpers.tiny_exports import FORMS, make_checkpoint, make_exported, random_model, tokenizer_text
 from safetensors.torch import load_file, save_file
 
 from data.shards import tokenizer_hash
@@ -26,8 +26,10 @@ GOLDEN = Path(__file__).parent / "golden"
 def trained(tmp_path_factory) -> Path:
     """A folder with inputs, and a short finished run in `runs/run`."""
     folder = tmp_path_factory.mktemp("trained")
-    inputs = runs.make_inputs(folder / "inputs")
-    runs.run(runs.flags(inputs, folder / "runs", max_steps=6, save_every=3, validate_every=3, document_end=False))
+    inputs = tiny_runs.make_inputs(folder / "inputs")
+    tiny_runs.run(
+        tiny_runs.flags(inputs, folder / "runs", max_steps=6, save_every=3, validate_every=3, document_end=False)
+    )
     return folder
 
 
@@ -99,7 +101,7 @@ def test_model_card_tells_the_run(trained, tmp_path):
     assert to_huggingface.main([str(run), str(tmp_path / "out")]) == 0
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["model_max_length"] == 2000
     card = (tmp_path / "out" / "README.md").read_text()
-    last = runs.training_lines(run)[-1]
+    last = tiny_runs.training_lines(run)[-1]
     validation = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     loss = next(
         line["valid/masked_loss"]
@@ -132,7 +134,7 @@ def continue_from(folder: Path, trained: Path, output: Path) -> None:
         "initial_weights": folder, "config_file": folder / "config.json", "tokenizer_path": folder / "tokenizer.json",
         "max_steps": 2, "document_end": False,
     }  # fmt: skip
-    runs.run(runs.flags(trained / "inputs", output, **options))
+    tiny_runs.run(tiny_runs.flags(trained / "inputs", output, **options))
 
 
 @pytest.mark.slow
@@ -148,8 +150,8 @@ def test_pretraining_goes_on_from_an_exported_folder(trained, tmp_path, capsys):
     assert tokenizer_hash(exported / "tokenizer.json") != original
     assert tokenizer_hash(out / "tokenizer.json") == original
     continue_from(out, trained, tmp_path / "next")
-    first = runs.training_lines(tmp_path / "next" / "run")[0]["train/loss"]
-    anew = runs.training_lines(trained / "runs" / "run")[0]["train/loss"]
+    first = tiny_runs.training_lines(tmp_path / "next" / "run")[0]["train/loss"]
+    anew = tiny_runs.training_lines(trained / "runs" / "run")[0]["train/loss"]
     assert first < anew - 0.3  # it begins where the other one ended
 
 

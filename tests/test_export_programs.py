@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exporting import BOS, EOS, environment, make_exported, tokenizer_text
+from helpers.tiny_exports import BOS, EOS, environment, make_exported, tokenizer_text
 from tokenizers import Tokenizer
 
 from model import LTGBert

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import make_inputs
+from helpers.tiny_runs import make_inputs
 from tokenizers import Tokenizer
 
-from evaluation import decoding, finetune
+from evaluation import finetune, generation
 from evaluation.finetune_data import Examples, Task, TaskError, find_tasks, read_task, split
 from evaluation.finetune_training import (
     Finetuner,
@@ -324,7 +324,7 @@ def test_a_rate_that_diverges_is_left_out(encoder, tokenizer):
     assert choice.learning_rate == 1e-3
     assert all(map(math.isnan, choice.scores[0]))
     settings = dataclasses.replace(settings, learning_rates=(1e25,))
-    with pytest.raises(decoding.UseError, match=r"task t: training diverges at every rate of --learning_rates"):
+    with pytest.raises(generation.UsageError, match=r"task t: training diverges at every rate of --learning_rates"):
         Finetuner(encoder, tokenizer, settings).choose(task, lambda text: None)
 
 
@@ -358,7 +358,7 @@ def loaded(monkeypatch, encoder, tokenizer):
     def load_model(path, ema, device):
         return copy.deepcopy(encoder).eval(), tokenizer, encoder.config
 
-    monkeypatch.setattr(decoding, "load_model", load_model)
+    monkeypatch.setattr(generation, "load_model", load_model)
 
 
 @pytest.mark.slow

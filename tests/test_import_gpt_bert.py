@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import refusal
+from helpers.tiny_runs import refusal
 from safetensors.torch import load_file
 
 from data.shards import open_shard, read_manifest, resolve_shards, sha256_file

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT
+from helpers.tiny_runs import ROOT
 
-from slurm.environment import Environment
-from slurm.job_states import Evidence, QueueEntry, SlurmUnreachable, judge, read_queue
+from slurm.job_states import QueueEntry, RunFacts, SlurmUnreachable, judge, read_queue
 from slurm.jobs import Job, Task, exit_code, last_step, reports_table
 from slurm.launch import main, read_run
+from training.environment import Environment
 from training.status import record_failure, write_status
 
 
@@ -48,35 +48,35 @@ def test_a_silent_controller_is_no_ended_job(fake_slurm, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("entry", "run", "state", "reason"),
     [
-        (("PENDING", "Priority"), Evidence(), "pending", "Priority"),
-        (("PENDING", "BeginTime"), Evidence("requeued", "SIGUSR2"), "requeued", "SIGUSR2; BeginTime"),
-        (("RUNNING", ""), Evidence(), "running", "starting"),
-        (("RUNNING", ""), Evidence("running"), "running", ""),
-        (("RUNNING", ""), Evidence("finished"), "running", ""),  # its other ranks may still be at work
-        (("COMPLETING", ""), Evidence("running"), "running", ""),
-        (("COMPLETING", ""), Evidence("requeued", "SIGTERM"), "requeued", "SIGTERM"),
-        (("COMPLETING", ""), Evidence("failed", "nan", "rank 1: nan"), "failed", "rank 1: nan"),
-        (("COMPLETED", ""), Evidence("finished"), "finished", ""),
-        (("COMPLETED", ""), Evidence(done=True), "finished", ""),  # there was nothing to do
-        (("COMPLETED", ""), Evidence("stopped", "SIGINT"), "stopped", "SIGINT"),
-        (("COMPLETED", ""), Evidence("running"), "failed", "it ended with exit code"),
-        (("COMPLETED", ""), Evidence("requeue_wanted", "SIGTERM"), "stopped", "submit it again"),
-        (("FAILED", "NonZeroExitCode", "7:0"), Evidence(), "failed", "exit code 7:0"),
-        (("FAILED", "", "1:0"), Evidence("running", error="rank 2 on n: boom"), "failed", "rank 2 on n: boom"),
-        (("CANCELLED", ""), Evidence("running"), "cancelled", "scancel"),
-        (("CANCELLED", ""), Evidence("failed", "a rank was killed by SIGTERM"), "cancelled", "scancel"),
-        (("CANCELLED", ""), Evidence("stopped", "job 1 was cancelled"), "cancelled", "job 1 was cancelled"),
-        (("CANCELLED", ""), Evidence("finished"), "finished", ""),
-        (("TIMEOUT", "TimeLimit"), Evidence("running"), "timeout", "--signal_delay"),
-        (("NODE_FAIL", ""), Evidence("failed", "x", "rank 1: lost touch"), "node_fail", "a node failed"),
-        (("OUT_OF_MEMORY", ""), Evidence("running"), "out_of_memory", "--mem"),
-        (None, Evidence("running"), "lost", "killed"),
-        (None, Evidence(), "lost", "had not begun"),
-        (None, Evidence("requeued", "SIGTERM"), "lost", "submit it again"),
-        (None, Evidence("finished"), "finished", ""),
-        (None, Evidence("failed", "nan"), "failed", "nan"),
-        (None, Evidence(error="ImportError: torch"), "failed", "ImportError"),
-        (None, Evidence(done=True), "finished", ""),
+        (("PENDING", "Priority"), RunFacts(), "pending", "Priority"),
+        (("PENDING", "BeginTime"), RunFacts("requeued", "SIGUSR2"), "requeued", "SIGUSR2; BeginTime"),
+        (("RUNNING", ""), RunFacts(), "running", "starting"),
+        (("RUNNING", ""), RunFacts("running"), "running", ""),
+        (("RUNNING", ""), RunFacts("finished"), "running", ""),  # its other ranks may still be at work
+        (("COMPLETING", ""), RunFacts("running"), "running", ""),
+        (("COMPLETING", ""), RunFacts("requeued", "SIGTERM"), "requeued", "SIGTERM"),
+        (("COMPLETING", ""), RunFacts("failed", "nan", "rank 1: nan"), "failed", "rank 1: nan"),
+        (("COMPLETED", ""), RunFacts("finished"), "finished", ""),
+        (("COMPLETED", ""), RunFacts(done=True), "finished", ""),  # there was nothing to do
+        (("COMPLETED", ""), RunFacts("stopped", "SIGINT"), "stopped", "SIGINT"),
+        (("COMPLETED", ""), RunFacts("running"), "failed", "it ended with exit code"),
+        (("COMPLETED", ""), RunFacts("requeue_wanted", "SIGTERM"), "stopped", "submit it again"),
+        (("FAILED", "NonZeroExitCode", "7:0"), RunFacts(), "failed", "exit code 7:0"),
+        (("FAILED", "", "1:0"), RunFacts("running", error="rank 2 on n: boom"), "failed", "rank 2 on n: boom"),
+        (("CANCELLED", ""), RunFacts("running"), "cancelled", "scancel"),
+        (("CANCELLED", ""), RunFacts("failed", "a rank was killed by SIGTERM"), "cancelled", "scancel"),
+        (("CANCELLED", ""), RunFacts("stopped", "job 1 was cancelled"), "cancelled", "job 1 was cancelled"),
+        (("CANCELLED", ""), RunFacts("finished"), "finished", ""),
+        (("TIMEOUT", "TimeLimit"), RunFacts("running"), "timeout", "--signal_delay"),
+        (("NODE_FAIL", ""), RunFacts("failed", "x", "rank 1: lost touch"), "node_fail", "a node failed"),
+        (("OUT_OF_MEMORY", ""), RunFacts("running"), "out_of_memory", "--mem"),
+        (None, RunFacts("running"), "lost", "killed"),
+        (None, RunFacts(), "lost", "had not begun"),
+        (None, RunFacts("requeued", "SIGTERM"), "lost", "submit it again"),
+        (None, RunFacts("finished"), "finished", ""),
+        (None, RunFacts("failed", "nan"), "failed", "nan"),
+        (None, RunFacts(error="ImportError: torch"), "failed", "ImportError"),
+        (None, RunFacts(done=True), "finished", ""),
     ],
 )
 def test_judgement(entry, run, state, reason):

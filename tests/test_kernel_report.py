@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from model import ModelConfig
-from ops import fused_attention, fused_residual, nvrtc, rope
+from ops import attention_cuda, nvrtc, residual_cuda, rope
+from slurm import doctor_machine
+from slurm.doctor_table import OK, WARN
 from training import kernel_report
-from training.checks import OK, WARN
 from training.config import TrainingConfig
 
 CUDA = torch.device("cuda", 0)
@@ -107,7 +108,7 @@ def test_heads_of_128_need_more_to_train_than_to_read(monkeypatch: pytest.Monkey
         found = report(num_attention_heads=6)
         assert found.startswith("attention") == trains
         assert trains or "attention because heads of 128 features need 144 KiB of shared memory a block" in found
-        assert not fused_attention.obstacle(CUDA, 128, 63, trains=False)
+        assert not attention_cuda.obstacle(CUDA, 128, 63, trains=False)
     pretend(monkeypatch, "H200")
     monkeypatch.setenv("HYBRID_SHARED_MEMORY", "much")
     with pytest.raises(ValueError, match="HYBRID_SHARED_MEMORY is 'much'; it must be a whole number of KiB"):
@@ -131,8 +132,8 @@ def test_kernels_that_do_not_load_are_named(monkeypatch: pytest.MonkeyPatch):
         raise OSError("no NVRTC")
 
     pretend(monkeypatch, "H200")
-    monkeypatch.setattr(fused_residual, "_module", fail)
-    monkeypatch.setattr(fused_residual, "available", fused_residual.available.__wrapped__)
+    monkeypatch.setattr(residual_cuda, "_module", fail)
+    monkeypatch.setattr(residual_cuda, "available", residual_cuda.available.__wrapped__)
     others = [kernel for kernel in kernel_report._kernels(FLAGS, BASE, CUDA) if kernel.name != "residual"]
     residual = [kernel for kernel in kernel_report._kernels(FLAGS, BASE, CUDA) if kernel.name == "residual"]
     monkeypatch.setattr(
@@ -145,15 +146,15 @@ def test_kernels_that_do_not_load_are_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_doctor_warns_of_a_gpu_without_a_kernel_alone(monkeypatch: pytest.MonkeyPatch):
-    cpu = kernel_report.measure(FLAGS, BASE, torch.device("cpu"))
+    cpu = doctor_machine.measure_kernels(FLAGS, BASE, torch.device("cpu"))
     assert cpu["line"] == "none, since they need a CUDA device"
-    assert kernel_report.judge({0: cpu, 1: cpu}).result == OK
+    assert doctor_machine.judge_kernels({0: cpu, 1: cpu}).result == OK
     pretend(monkeypatch, "H200")
     monkeypatch.setattr(nvrtc, "loads", lambda *_: True)
-    for module in (fused_attention, fused_residual):
+    for module in (attention_cuda, residual_cuda):
         monkeypatch.setattr(module, "available", module.available.__wrapped__)
     slower = {"line": report(num_attention_heads=8), "slower": ["attention"]}
-    row = kernel_report.judge({0: {"line": ALL, "slower": []}, 1: slower})
+    row = doctor_machine.judge_kernels({0: {"line": ALL, "slower": []}, 1: slower})
     assert row.result == WARN
     assert "on ranks 0; " in row.detail
     assert "on ranks 1" in row.detail
@@ -174,9 +175,9 @@ def test_a_model_compiled_as_a_whole_says_what_it_lacks(monkeypatch: pytest.Monk
     embeddings = SimpleNamespace(device=CUDA, size=lambda _: 768)
 
     def traced(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if fused_residual.wanted(embeddings, 24) else x  # pyright: ignore[reportArgumentType]
+        return x + 1 if residual_cuda.wanted(embeddings, 24) else x  # pyright: ignore[reportArgumentType]
 
     with pytest.warns(UserWarning, match=r"torch.compile over the whole model.*compile_layers"):
         assert not torch.compile(traced, fullgraph=True, backend="eager")(torch.zeros(2)).any()
-    monkeypatch.setattr(fused_residual, "available", lambda *_: True)
+    monkeypatch.setattr(residual_cuda, "available", lambda *_: True)
     assert traced(torch.zeros(2)).all(), "and it says nothing"

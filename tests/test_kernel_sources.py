@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops import bit_sums, cross_entropy, fused_attention, fused_lamb, fused_residual, gated_norm, nvrtc
+from ops import attention_cuda, bit_sums, cross_entropy, gated_norm, lamb_cuda, nvrtc, residual_cuda
 
 # Sizes and offsets: a host compiler lays structures out as NVRTC does.
 
@@ -19,11 +19,11 @@ struct int2 { int x, y; }; struct int4 { int x, y, z, w; };
 struct uint2 { unsigned x, y; }; struct uint4 { unsigned x, y, z, w; }; struct float2 { float x, y; };
 """
 _DEFINED = {
-    fused_attention: {"HEAD_DIM": 64, "DROPOUT": 1, "FORWARD_STAGES": 2, "BACKWARD_STAGES": 2},
+    attention_cuda: {"HEAD_DIM": 64, "DROPOUT": 1, "FORWARD_STAGES": 2, "BACKWARD_STAGES": 2},
     gated_norm: {"WIDTH": 768, "WARPS": 3, "TANH": 0},
-    fused_residual: {"WIDTH": 768, "SUBLAYERS": 24, "GROUP": 3, "THREADS": 64},
+    residual_cuda: {"WIDTH": 768, "SUBLAYERS": 24, "GROUP": 3, "THREADS": 64},
     cross_entropy: {},
-    fused_lamb: {},
+    lamb_cuda: {},
     bit_sums: {},
 }
 
@@ -78,22 +78,22 @@ def test_a_field_that_one_side_lacks_is_found():
 def test_shared_memory_is_what_the_source_takes(head_dim: int, stages: int):
     defined = {"HEAD_DIM": head_dim, "DROPOUT": 1, "FORWARD_STAGES": stages, "BACKWARD_STAGES": stages}
     facts = [
-        f"Shared<{str(backward).lower()}>::bytes == {fused_attention._shared_bytes(head_dim, backward, stages)}"
+        f"Shared<{str(backward).lower()}>::bytes == {attention_cuda._shared_bytes(head_dim, backward, stages)}"
         for backward in (False, True)
     ]
-    facts += [f"TILE == {fused_attention.TILE} && THREADS == {fused_attention._THREADS}"]
+    facts += [f"TILE == {attention_cuda.TILE} && THREADS == {attention_cuda._THREADS}"]
     # What the backward pass stages where the columns were, after its last tile.
     facts += ["64 * 128 <= Shared<true>::own_table - Shared<true>::columns"]
-    assert not complaints(plain_part(fused_attention), defined, facts)
+    assert not complaints(plain_part(attention_cuda), defined, facts)
 
 
 def test_further_sizes_are_those_of_the_sources():
-    table = f"sizeof(Tensor) == {5 * 8} && THREADS == {fused_lamb._THREADS} && CHUNK == {fused_lamb._CHUNK}"
-    assert not complaints(plain_part(fused_lamb), {}, [table])
-    chunks = f"THREADS == {bit_sums._THREADS} && CHUNK == {fused_lamb._CHUNK}"
+    table = f"sizeof(Tensor) == {5 * 8} && THREADS == {lamb_cuda._THREADS} && CHUNK == {lamb_cuda._CHUNK}"
+    assert not complaints(plain_part(lamb_cuda), {}, [table])
+    chunks = f"THREADS == {bit_sums._THREADS} && CHUNK == {lamb_cuda._CHUNK}"
     assert not complaints(plain_part(bit_sums), {}, [chunks])
-    states = f"MAX_STATES == {fused_residual._MAX_STATES} && MAX_GROUP == {fused_residual._MAX_GROUP}"
-    assert not complaints(plain_part(fused_residual), _DEFINED[fused_residual], [states])
+    states = f"MAX_STATES == {residual_cuda._MAX_STATES} && MAX_GROUP == {residual_cuda._MAX_GROUP}"
+    assert not complaints(plain_part(residual_cuda), _DEFINED[residual_cuda], [states])
     assert not complaints(plain_part(cross_entropy), {}, [f"THREADS == {cross_entropy._THREADS}"])
 
 
@@ -163,7 +163,7 @@ def misaligned(*shape: int) -> Tensor:
 def test_tensors_at_odd_addresses_are_copied():
     x = misaligned(2, 3, 2, 4, 64)
     assert x.data_ptr() % 16
-    copies = (fused_attention._with_dense_heads(x), gated_norm._rows(x).view(x.shape), nvrtc.aligned(x))
+    copies = (attention_cuda._with_dense_heads(x), gated_norm._rows(x).view(x.shape), nvrtc.aligned(x))
     for copy in (*copies, gated_norm._dense(x).view(x.shape)):
         assert copy.data_ptr() % 16 == 0
         assert torch.equal(copy, x)

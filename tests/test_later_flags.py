@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import flags, make_inputs, training_lines
+from helpers.tiny_runs import flags, make_inputs, training_lines
 from safetensors.torch import load_file
 
 from training.distributed import single_world
 from training.loop import main
-from training.metrics import read_metrics
+from training.metric_logger import read_metrics
 from training.schedules import average_decay
 
 

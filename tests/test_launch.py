@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT, environment, flags, make_inputs
+from helpers.tiny_runs import ROOT, environment, flags, make_inputs
 
 import slurm.launch
-from slurm.environment import Environment
-from slurm.job_options import JobOptions, outside_any_job
+from slurm.job_options import JobOptions, clean_environment
 from slurm.jobs import Job
 from slurm.launch import TrainingFailed, TrainingJob, main, read_run, submit
 from training.config import TrainingConfig, parse_config
+from training.environment import Environment
 from training.status import record_failure, write_status
 
 NEEDED = ["--train_path=shards/*.shard", "--config_file=model.json", "--tokenizer_path=t.json", "--name=run"]
@@ -69,7 +69,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path, monkeypatch, ca
     ):
         assert f"\n{line}\n" in shown
     assert "--kill-on-bad-exit=1 --wait=0 --cpus-per-task=8 " in shown
-    assert "/slurm/finish.py --exit_code $code -- " in shown
+    assert "/slurm/requeue.py --exit_code $code -- " in shown
     assert "wckey" not in shown
     assert f"note: --config_file {tmp_path}/model.json cannot be seen from here" in shown
     assert not list(tmp_path.iterdir())
@@ -88,7 +88,7 @@ def test_submitting_from_python(fake_slurm, tmp_path, monkeypatch):
     job = submit([*own, f"--config_file={ROOT}/configs/tiny.json"], JobOptions(tasks_per_node=2), {"seed": [1, 2]})
     assert (job.job_id, [task.job_id for task in job.tasks]) == ("77", ["77_0", "77_1"])
     assert job.folder.parent == tmp_path / "runs" / ".jobs"
-    assert (job.folder / "code" / "training" / "loop.py").read_bytes() == (ROOT / "training" / "loop.py").read_bytes()
+    assert (job.folder / "code" / "training" / "step.py").read_bytes() == (ROOT / "training" / "step.py").read_bytes()
     assert not (job.folder / "code" / "runs").exists()
     script = (fake_slurm.folder / "script").read_text()
     assert f"\ncd {job.folder}/code  #" in script
@@ -136,7 +136,7 @@ def test_another_launchers_variables_do_not_reach_the_job(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("SLURM_SITE_DEFAULT", "1")  # in a login shell, it is there for a reason
     monkeypatch.setenv("MASTER_PORT", "1")
-    with outside_any_job():
+    with clean_environment():
         assert "MASTER_PORT" not in os.environ
         assert os.environ["SLURM_SITE_DEFAULT"] == "1"
     assert os.environ["MASTER_PORT"] == "1"

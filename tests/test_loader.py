@@ -18,7 +18,7 @@ from data.loader import BatchBuilder, Loader, StepBatch, ValidationSet, micro_ba
 from data.masking import IGNORE_INDEX, MaskingOptions, fingerprint
 from data.plan import CAUSAL, MASKED, DataPlan, RowRange, resolve_split
 from data.shards import write_shard
-from training.objective import varlen_sizes
+from training.loss import varlen_sizes
 
 HASH = "ab" * 32
 CPU = torch.device("cpu")

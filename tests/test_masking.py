@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.corpus import OCCURRENCE_SHIFT
-from data.hashing import fold_numpy
+from data.counter_rng import fold_numpy
 from data.masking import (
     IGNORE_INDEX,
     PADDING,

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluating import reference, tiny_model
-from runs import TEXT, flags, make_inputs, run, train_on
+from helpers.tiny_evaluation import reference, tiny_model
+from helpers.tiny_runs import TEXT, flags, make_inputs, run, train_on
 from tokenizers import Tokenizer
 
 from evaluation import minimal_pairs
+from evaluation.pair_accuracy import read_pair_sets
 from model_extra import GPTBert
 from training.checkpoint import write_checkpoint
 from training.config import ConfigError, TrainingConfig
 from training.distributed import single_world
 from training.loop import main as train
-from training.metrics import read_metrics
-from training.minimal_pairs import read_pair_sets
+from training.metric_logger import read_metrics
 from training.setup import read_inputs
 
 

@@ -3,16 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from modelling import SIZES, make_model
+from helpers.tiny_models import SIZES, make_model
 from torch import Tensor
 
 import model as model_module
 import ops.dropout as dropout_module
 from model import ModelConfig
 from model_extra import GPTBert
-from ops.attention import RelativeLayout, relative_attention, relative_layout
+from ops.attention import RelativeAttentionMetadata, relative_attention, relative_layout
+from ops.attention_cuda import FusedAttentionMetadata
 from ops.dropout import DropoutKeys
-from ops.fused_attention import FusedLayout
 from training.compiling import compile_layers
 
 KINDS = [("ltg-bert", "relative"), ("gpt-bert", "relative"), ("gpt-bert", "rope")]
@@ -264,7 +264,7 @@ def test_cuda_agrees_with_the_cpu_and_never_waits(kind):
     torch.testing.assert_close(logits.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
-def by_the_twin(query_key, value, positions, layout: FusedLayout, p=0.0, keys=None, columns=None) -> Tensor:
+def by_the_twin(query_key, value, positions, layout: FusedAttentionMetadata, p=0.0, keys=None, columns=None) -> Tensor:
     """`fused_relative_attention` on any device: the plain attention, from what the kernels are given."""
     first, end = layout.spans.unbind(-1)
     plain = relative_layout(torch.where(end > 0, first, -1).long(), layout.causal, 6, 20, value.dtype)
@@ -310,9 +310,9 @@ def test_kernels_in_the_model_agree_with_the_twin_and_never_wait(monkeypatch: py
         return [logits.detach().float()] + [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     monkeypatch.delenv("HYBRID_FUSED_ATTENTION", raising=False)
-    assert isinstance(model._layout(document_ids, causal), RelativeLayout), "float32 is the twin's"
+    assert isinstance(model._layout(document_ids, causal), RelativeAttentionMetadata), "float32 is the twin's"
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        assert isinstance(model._layout(document_ids, causal), FusedLayout)
+        assert isinstance(model._layout(document_ids, causal), FusedAttentionMetadata)
     exact = torch.cat([x.flatten() for x in step(False)])
     step(True)  # libraries are set up on first use
     torch.cuda.synchronize()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from modelling import SIZES
+from helpers.tiny_models import SIZES
 
 from model import LTGBert, ModelConfig, ModelConfigError
 from model_extra import GPTBert, build_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops import attention, averaging, dropout, rope
+from ops import attention, depth_average, dropout, rope
 from ops.dropout import DropoutKeys
 
 CPU = torch.device("cpu")
@@ -396,7 +396,7 @@ def test_buffered_averages_are_plain_averages(autocast: bool):
     sublayers = [(torch.randn(8, 8) / 3).requires_grad_() for _ in range(5)]
     leaves = [embeddings, *alphas, *sublayers]
     results = []
-    for form in (averaging.PlainAverages, averaging.BufferedAverages):
+    for form in (depth_average.PlainAverages, depth_average.BufferedAverages):
         x = run_averages(form, alphas, embeddings, sublayers, autocast)
         assert x.dtype == torch.float32
         first = torch.autograd.grad(x.square().sum(), leaves, retain_graph=True)
@@ -411,14 +411,14 @@ def test_buffered_averages_are_plain_averages(autocast: bool):
 @pytest.mark.parametrize("sublayers", [1, 3])
 def test_a_second_derivative_of_buffered_averages_is_refused(sublayers: int):
     """Also where the loss's own gradient is constant; with the plain form it is there."""
-    for form in (averaging.PlainAverages, averaging.BufferedAverages):
+    for form in (depth_average.PlainAverages, depth_average.BufferedAverages):
         embeddings = torch.randn(2, 3, 4, requires_grad=True)
         alphas = [torch.randn(k + 2, requires_grad=True) for k in range(sublayers)]
         averages = form(alphas, embeddings)
         x = averages.first()
         for _ in alphas:
             x = averages.next(x, x.square())
-        if form is averaging.PlainAverages:
+        if form is depth_average.PlainAverages:
             (gradient,) = torch.autograd.grad(x.sum(), embeddings, create_graph=True)
             assert gradient.requires_grad
         else:
@@ -431,7 +431,7 @@ def test_buffered_averages_leave_no_memory_behind():
     alphas = [torch.randn(k + 2, requires_grad=True) for k in range(3)]
     gc.disable()  # freed by reference counts alone, not by a collection that may come late
     try:
-        averages = averaging.BufferedAverages(alphas, embeddings)
+        averages = depth_average.BufferedAverages(alphas, embeddings)
         x = averages.first()
         for _ in alphas:
             x = averages.next(x, x * 2)

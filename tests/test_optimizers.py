@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from runs import ROOT
+from helpers.tiny_runs import ROOT
 from torch import nn
 
 from model import ModelConfig

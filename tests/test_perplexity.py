@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import make_inputs
+from helpers.tiny_runs import make_inputs
 from tokenizers import Tokenizer
 
 from data.shards import tokenizer_hash, write_shard
 from evaluation import perplexity
 from evaluation.perplexity import read_documents, windows
+from evaluation.token_log_probs import SpecialIds
 from model import ModelConfig
 from model_extra import GPTBert
 from training.checkpoint import write_checkpoint
-from training.sentence_scores import SpecialIds
 
 DOCUMENTS = ["the cat sees a tree", "day by day\nthe old house sleeps é", "dog"]
 
@@ -104,8 +104,8 @@ def test_equal_to_validation_during_training(folder, row_start):
     from data.corpus import Corpus
     from data.loader import ValidationSet
     from data.masking import MaskingOptions
-    from slurm.environment import Environment
     from training.distributed import World
+    from training.environment import Environment
     from training.validation import validate
 
     shard = folder / "valid" / "part_0.shard"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.plan import CAUSAL, MASKED, DataPlan, length_factor_at, rank_share, resolve_split, rows_at
+from data.plan import CAUSAL, MASKED, DataPlan, length_factor_at, resolve_split, rows_at, rows_of_rank
 
 GOLDEN = Path(__file__).parent / "golden" / "schedule.npz"
 
@@ -93,7 +93,7 @@ def test_ranks_hold_every_row_once_and_differ_by_one_row(plan, world_size, wish,
     held = {MASKED: [], CAUSAL: []}
     sizes = []
     for rank in range(world_size):
-        shares = rank_share(batch, rank, world_size, split)
+        shares = rows_of_rank(batch, rank, world_size, split)
         if split == "ranks":
             assert len(shares) <= 1
         sizes.append(sum(len(share) for share in shares))
@@ -131,7 +131,7 @@ def test_row_keys_do_not_depend_on_the_split():
     for split in ("rows", "ranks"):
         keys = {MASKED: [], CAUSAL: []}
         for rank in range(4):
-            for share in rank_share(plan.step(5), rank, 4, split):
+            for share in rows_of_rank(plan.step(5), rank, 4, split):
                 positions = plan.step(5).position[share.objective] + np.arange(share.first, share.last) * 8
                 keys[share.objective] += plan.row_keys(share.objective, positions).tolist()
         if split == "rows":

@@ -1,4 +1,4 @@
-"""training/plot.py: what it reads from complete, growing and damaged files, and that what it draws is there."""
+"""report/plot.py: what it reads from complete, growing and damaged files, and that what it draws is there."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from training import plot
-from training.plot import build_figure, read_run, read_runs, smooth, thin
+from report import plot
+from report.plot import build_figure, read_run, read_runs, smooth, thin
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -212,9 +212,7 @@ def test_what_cannot_be_drawn_is_one_sentence(tmp_path, capsys):
 
 def test_absence_of_matplotlib_is_one_sentence(tmp_path):
     run = write_run(tmp_path / "run", 2)
-    blocked = (
-        "import sys; sys.modules['matplotlib'] = None; from training.plot import main; sys.exit(main(sys.argv[1:]))"
-    )
+    blocked = "import sys; sys.modules['matplotlib'] = None; from report.plot import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", blocked, str(run)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: drawing needs matplotlib, which is not installed: pip install matplotlib\n"
@@ -223,7 +221,7 @@ def test_absence_of_matplotlib_is_one_sentence(tmp_path):
 def test_runs_as_a_file_from_another_folder(tmp_path):
     write_run(tmp_path / "run", 3)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    script = [sys.executable, str(ROOT / "training" / "plot.py"), "run", "-o", "out.png"]
+    script = [sys.executable, str(ROOT / "report" / "plot.py"), "run", "-o", "out.png"]
     done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "out.png\n", "")
     assert (tmp_path / "out.png").exists()

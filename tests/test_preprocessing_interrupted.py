@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tokenizing import command, contents, make_texts, tokenize
+from helpers.tiny_corpora import command, contents, make_texts, tokenize
 
 import data.shards
 from data.shards import ShardWriter
-from preprocessing import corpora, encoding
+from preprocessing import readers, tokenize_pool
 from preprocessing.inputs import find_inputs
 
 
@@ -82,7 +82,7 @@ def test_a_crash_at_any_moment_changes_nothing(tokenizer_path, tmp_path, monkeyp
 
 def test_finished_work_is_not_repeated(corpus, tokenizer_path, tmp_path, monkeypatch, small_chunks):
     tokenize(corpus, tmp_path / "whole", tokenizer_path, shard_size=2000)
-    real, encoded = encoding.ChunkEncoder.__call__, []
+    real, encoded = tokenize_pool.ChunkEncoder.__call__, []
 
     def counted(self, chunk):
         encoded.append(chunk.num_bytes)
@@ -90,18 +90,20 @@ def test_finished_work_is_not_repeated(corpus, tokenizer_path, tmp_path, monkeyp
             raise Crash
         return real(self, chunk)
 
-    monkeypatch.setattr(encoding.ChunkEncoder, "__call__", counted)
+    monkeypatch.setattr(tokenize_pool.ChunkEncoder, "__call__", counted)
     with pytest.raises(Crash):
         tokenize(corpus, tmp_path / "out", tokenizer_path, shard_size=2000)
     finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.shard")}
     assert len(finished) > 5
-    monkeypatch.setattr(encoding.ChunkEncoder, "__call__", real)
+    monkeypatch.setattr(tokenize_pool.ChunkEncoder, "__call__", real)
     chunks = []
     monkeypatch.setattr(
-        encoding.ChunkEncoder, "__call__", lambda self, chunk: (chunks.append(chunk.num_bytes), real(self, chunk))[1]
+        tokenize_pool.ChunkEncoder,
+        "__call__",
+        lambda self, chunk: (chunks.append(chunk.num_bytes), real(self, chunk))[1],
     )
     summary = tokenize(corpus, tmp_path / "out", tokenizer_path, shard_size=2000)
-    total = sum(chunk.num_bytes for chunk in corpora.read_chunks(find_inputs([corpus])))
+    total = sum(chunk.num_bytes for chunk in readers.read_chunks(find_inputs([corpus])))
     assert total - sum(encoded[:39]) <= sum(chunks) < total - sum(encoded[:30])
     assert all(path.stat().st_mtime_ns == modified for path, modified in finished.items())
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -10,12 +10,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import refusal
+from helpers.tiny_corpora import contents, decoded, make_texts, run
+from helpers.tiny_runs import refusal
 from tokenizers import Tokenizer, models
-from tokenizing import contents, decoded, make_texts, run
 
 from data.shards import read_manifest
-from preprocessing import encoding, tokenize_corpus
+from preprocessing import tokenize_corpus, tokenize_pool
 from preprocessing.train_tokenizer import train_tokenizer
 
 
@@ -100,7 +100,7 @@ def test_a_mistake_in_the_flags_leaves_nothing_to_be_continued(tokenizer_path, t
 
 def test_a_file_that_changes_meanwhile_is_refused(corpus, tokenizer_path, tmp_path, monkeypatch, capsys):
     source = shutil.copytree(corpus, tmp_path / "in")
-    real = encoding.ChunkEncoder.__call__
+    real = tokenize_pool.ChunkEncoder.__call__
 
     def grow(self, chunk):
         with open(source / "b.jsonl", "a") as file:
@@ -109,7 +109,7 @@ def test_a_file_that_changes_meanwhile_is_refused(corpus, tokenizer_path, tmp_pa
 
     flags = ["--input", source, "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
     with monkeypatch.context() as patch:
-        patch.setattr(encoding.ChunkEncoder, "__call__", grow)
+        patch.setattr(tokenize_pool.ChunkEncoder, "__call__", grow)
         assert "b.jsonl was changed while this was at work" in refused(capsys, *flags)
     assert not (tmp_path / "out" / "manifest.json").exists()
     assert "unfinished work that differs in --input;" in refused(capsys, *flags)
@@ -117,7 +117,7 @@ def test_a_file_that_changes_meanwhile_is_refused(corpus, tokenizer_path, tmp_pa
 
 
 def test_unfinished_work_is_only_continued_as_it_was_begun(corpus, tokenizer_path, tmp_path, monkeypatch, capsys):
-    real = encoding.ChunkEncoder.__call__
+    real = tokenize_pool.ChunkEncoder.__call__
 
     def interrupted(self, chunk):
         if "c.txt" in chunk.path:
@@ -127,7 +127,7 @@ def test_unfinished_work_is_only_continued_as_it_was_begun(corpus, tokenizer_pat
     source = shutil.copytree(corpus, tmp_path / "in")
     flags = ["--input", source, "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
     with monkeypatch.context() as patch:
-        patch.setattr(encoding.ChunkEncoder, "__call__", interrupted)
+        patch.setattr(tokenize_pool.ChunkEncoder, "__call__", interrupted)
         assert run(*flags) == 130
     assert "unfinished work that differs in --shard_size" in refused(capsys, *flags, "--shard_size", 7)
     with open(source / "a.txt", "a") as file:

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.tiny_corpora import ROOT, command, contents, decoded, make_texts, run, stored, tokenize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from tokenizing import ROOT, command, contents, decoded, make_texts, run, stored, tokenize
 
 from data.shards import open_shard, read_manifest, sha256_file, tokenizer_hash
-from preprocessing import corpora
-from preprocessing.encoding import ChunkEncoder, EncoderSettings, is_validation
+from preprocessing import readers
 from preprocessing.inputs import CorpusError, InputFile, find_inputs
 from preprocessing.tokenize_corpus import tokenize_files
+from preprocessing.tokenize_pool import ChunkEncoder, EncoderSettings, is_validation
 from preprocessing.tokenizer import SPECIAL_TOKENS, load_tokenizer
 from preprocessing.train_tokenizer import read_documents
 
@@ -86,7 +86,7 @@ def test_ids_are_the_librarys_and_the_manifest_tells_the_truth(corpus, tokenizer
 def test_same_bytes_for_any_number_of_workers_and_any_chunks(corpus, tokenizer_path, tmp_path, monkeypatch, fraction):
     tokenize(corpus, tmp_path / "1", tokenizer_path, fraction, shard_size=5000)
     expected = contents(tmp_path / "1")
-    monkeypatch.setattr(corpora, "CHUNK_BYTES", 1500)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 1500)
     for workers in (1, 2, 3):
         tokenize(corpus, tmp_path / "n", tokenizer_path, fraction, shard_size=5000, workers=workers, overwrite=True)
         assert contents(tmp_path / "n") == expected

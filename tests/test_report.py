@@ -1,4 +1,4 @@
-"""training/report.py: what a page says of runs, in whatever state their files are, and that a real browser shows it."""
+"""The report page: what it says of runs, in whatever state their files are, and that a real browser shows it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import Browser, CannotRun
-from runs import ROOT, flags, make_inputs, run
+from helpers.browser import Browser, CannotRun
+from helpers.tiny_runs import ROOT, flags, make_inputs, run
 
+from report import html_report
+from report.charts import sections
+from report.runs import downsample, pairs_in_files, read_records, training_hours
 from slurm.snapshot import code_files
-from training import report
-from training.report_charts import sections
-from training.report_data import downsample, pairs_in_files, read_records, training_hours
 
 MODES = ("masked", "causal", "fused")
 NASTY = "</script><b>&'\""
@@ -80,7 +80,7 @@ def write_run(folder: Path, steps: int = 40, shift: float = 0.0, **options: Any)
 def page_of(tmp_path: Path, *runs: Path) -> str:
     """The page that the command writes."""
     output = tmp_path / "out.html"
-    assert report.main([*map(str, runs), "-o", str(output)]) == 0
+    assert html_report.main([*map(str, runs), "-o", str(output)]) == 0
     return output.read_text()
 
 
@@ -207,7 +207,7 @@ def test_a_page_is_written_whatever_the_records_hold(tmp_path):
             for odd in (ODD[(turn + number + n) % len(ODD)] for n in (0, 5)):
                 file.write_text("".join(json.dumps(line) + "\n" for line in (*rest, put(last, path, odd))))
                 output = tmp_path / "out.html"
-                assert report.main([str(folder), str(folder), "-o", str(output)][turn % 2 :]) == 0
+                assert html_report.main([str(folder), str(folder), "-o", str(output)][turn % 2 :]) == 0
                 assert data_of(output.read_text())["charts"]
         file.write_text(whole)
     assert "cannot be shown" not in page_of(tmp_path, folder)
@@ -230,7 +230,7 @@ def test_a_loss_is_the_best_on_the_same_data_only(tmp_path):
 
 def test_a_job_takes_the_page_along():
     """slurm/launch.py copies code by its suffix; a finished run of the job writes its report."""
-    assert {Path("training/report_assets") / name for name in ("page.css", "page.js")} <= set(code_files(ROOT))
+    assert {Path("report/assets") / name for name in ("page.css", "page.js")} <= set(code_files(ROOT))
 
 
 def test_scores_are_read_from_result_files(tmp_path):
@@ -293,7 +293,7 @@ def test_training_time_leaves_gaps_out(tmp_path):
 def test_what_cannot_be_shown_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, sentence):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run", 2)
-    assert report.main(arguments) == 2
+    assert html_report.main(arguments) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
     assert re.search(sentence, error)
@@ -336,14 +336,14 @@ def test_samples_of_the_newest_checkpoint_with_own_texts(real_run, tmp_path):
     before = (real_run / "samples.jsonl").read_text()
     try:
         arguments = ["--samples", "--prompt", "the cat", "--gap", "the <mask> sees", "--device", "cpu"]
-        assert report.main([str(real_run), "-o", str(tmp_path / "x.html"), *arguments]) == 0
+        assert html_report.main([str(real_run), "-o", str(tmp_path / "x.html"), *arguments]) == 0
         found = [json.loads(line) for line in (real_run / "samples.jsonl").read_text().splitlines()]
         assert {s["step"] for s in found} == {6, 12}
         causal, masked = [s for s in found if s["step"] == 12]
         assert (causal["prompt"], causal["truth"], masked["text"]) == ("the cat", None, "the <mask> sees")
         assert masked["gaps"][0]["truth"] is None
         # Without texts: held-out documents, and the same weights give what the training loop wrote.
-        assert report.main([str(real_run), "-o", str(tmp_path / "x.html"), "--samples", "--device", "cpu"]) == 0
+        assert html_report.main([str(real_run), "-o", str(tmp_path / "x.html"), "--samples", "--device", "cpu"]) == 0
         again = [json.loads(line) for line in (real_run / "samples.jsonl").read_text().splitlines()]
         assert [s.get("prompt") for s in again] == [json.loads(line).get("prompt") for line in before.splitlines()]
         assert [s.get("text") for s in again] == [json.loads(line)["text"] for line in before.splitlines()]
@@ -429,7 +429,7 @@ def test_pointer_keys_and_controls(tmp_path, browser):
 def test_watch_follows_a_run_and_an_open_page_keeps_its_place(tmp_path, browser):
     folder = write_run(tmp_path / "live", steps=5)
     page = tmp_path / "live.html"
-    command = [sys.executable, "-m", "training.report", str(folder), "-o", str(page), "--watch", "--interval", "1"]
+    command = [sys.executable, "-m", "report.html_report", str(folder), "-o", str(page), "--watch", "--interval", "1"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(page.exists)
@@ -469,7 +469,7 @@ def wait_for(holds: Any, seconds: float = 20) -> None:
 def test_watch_ends_by_itself_with_the_run(tmp_path, capsys):
     folder = write_run(tmp_path / "live", steps=5)
     (folder / "status.json").write_text(json.dumps({"state": "finished", "reason": "", "max_steps": 5}))
-    assert report.main([str(folder), "--watch"]) == 0
+    assert html_report.main([str(folder), "--watch"]) == 0
     assert "all runs are finished" in capsys.readouterr().out
     assert (folder / "report.html").exists()
     assert not [name for name in os.listdir(folder) if name.endswith(".partial")]

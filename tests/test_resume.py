@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import command, environment, flags, make_inputs, run, training_lines
+from helpers.tiny_runs import command, environment, flags, make_inputs, run, training_lines
 
 from training.checkpoint import find_newest, locate
 from training.checkpoint_names import list_checkpoints
-from training.metrics import read_metrics
+from training.metric_logger import read_metrics
 
 STEPS = 30
 

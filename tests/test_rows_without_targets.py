@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import flags, make_inputs, training_lines
+from helpers.tiny_runs import flags, make_inputs, training_lines
 
 from data.corpus import Corpus
 from data.loader import BatchBuilder, RowBatch, ValidationSet
@@ -17,11 +17,11 @@ from data.shards import write_shard
 from evaluation import perplexity
 from model import ModelConfig
 from model_extra import GPTBert
-from slurm.environment import Environment
 from training.checkpoint import write_checkpoint
 from training.distributed import World, single_world
+from training.environment import Environment
 from training.loop import main
-from training.objective import COUNT, training_loss
+from training.loss import COUNT, hybrid_loss
 from training.validation import validate
 
 ROWS = 8  # of a validation batch
@@ -61,7 +61,7 @@ def test_rows_without_masks_are_not_scored(inputs, tmp_path, numerator, spare):
     targets = batch.targets.sum(axis=1)
     assert targets[MASKED] == 0
     model, key = model_of(inputs), torch.zeros((), dtype=torch.int64)
-    loss, sums, _ = training_loss(model, batch, OPTIONS, (1.0, 0.0), 1e-4, key, int(targets.sum()) + spare)
+    loss, sums, _ = hybrid_loss(model, batch, OPTIONS, (1.0, 0.0), 1e-4, key, int(targets.sum()) + spare)
     assert sums[:, COUNT].tolist() == targets.tolist()
     assert loss.item() == 0
     loss.backward()

@@ -6,7 +6,7 @@ import sys
 import textwrap
 
 import pytest
-from cluster import Cluster, free_ports, parse_jobs
+from helpers.slurm_cluster_fixture import Cluster, free_ports, parse_jobs
 
 
 def test_job_records_are_parsed_whatever_they_contain():

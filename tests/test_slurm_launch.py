@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
-from runs import ROOT, flags, make_inputs, training_lines
-from slurm_reference import STEPS, Reference
+from helpers.slurm_cluster_fixture import Cluster
+from helpers.slurm_reference import STEPS, Reference
+from helpers.tiny_runs import ROOT, flags, make_inputs, training_lines
 
 from slurm.jobs import Job
 from slurm.launch import read_run

@@ -1,8 +1,8 @@
 """slurm/preprocess.sbatch through a real SLURM."""
 
 import pytest
-from cluster import Cluster
-from tokenizing import ROOT, contents, make_corpus, make_tokenizer, tokenize
+from helpers.slurm_cluster_fixture import Cluster
+from helpers.tiny_corpora import ROOT, contents, make_corpus, make_tokenizer, tokenize
 
 
 @pytest.mark.slurm

@@ -10,11 +10,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from slurm_jobs import Jobs
-from slurm_reference import STEPS
+from helpers.slurm_jobs import Jobs
+from helpers.slurm_reference import STEPS
 
 from training.checkpoint_names import folder_name, list_checkpoints
-from training.metrics import keep_until
+from training.metric_logger import keep_until
 from training.status import read_status
 
 pytestmark = pytest.mark.slurm

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from runs import ROOT
-from slurm_jobs import Jobs
+from helpers.slurm_jobs import Jobs
+from helpers.tiny_runs import ROOT
 
 from training.checkpoint import find_newest
 from training.checkpoint_names import newest_step

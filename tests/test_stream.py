@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.corpus import OCCURRENCE_SHIFT, Corpus, CorpusError, TokenStream
-from data.hashing import Permutation, fold, fold_numpy, fold_torch, signed
+from data.counter_rng import Permutation, fold, fold_numpy, fold_torch, signed
 from data.shards import ShardError, write_manifest, write_shard
 
 HASH = "ab" * 32

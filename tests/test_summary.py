@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from runs import flags, make_inputs
+from helpers.tiny_runs import flags, make_inputs
 
 from model import ModelConfig
-from slurm.environment import read_environment
 from training.config import TrainingConfig, parse_config
 from training.distributed import World
-from training.micro_step import graph_obstacle
+from training.environment import read_environment
+from training.forward_backward import graph_obstacle
 from training.setup import read_inputs
 from training.summary import describe, peak_flops
 

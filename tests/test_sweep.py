@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT
+from helpers.tiny_runs import ROOT
 
 from slurm.job_options import LaunchError, parse_minutes
 from slurm.launch import main

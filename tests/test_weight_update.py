@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.no_host_sync import train_without_waiting
+from helpers.tiny_runs import flags, make_inputs
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import flags, make_inputs
 from torch import nn
-from unwaiting import train_without_waiting
 
-from ops import fused_lamb
-from ops.fused_lamb import FusedLamb, Settings, Tensors, chunk_table
+from ops import lamb_cuda
+from ops.lamb_cuda import FusedLamb, Settings, Tensors, chunk_table
 from training.config import parse_config
 from training.distributed import single_world
 from training.ema import Ema
 from training.optimizers import load_named_state, make_optimizer, named_state
-from training.update import WeightUpdate
+from training.update import OptimizerStep
 
 BETAS, EPS, DECAY, EMA_DECAY = (0.9, 0.98), 1e-8, 0.1, 0.9
 SIZES = (1, 3, 4, 255, 1024, 4095, 4096, 4097, 70001, 8192, 6)  # chunks have 4096
@@ -58,12 +58,12 @@ def give(model: nn.Module, values: list[torch.Tensor], bucket: bool) -> None:
         place += len(value)
 
 
-def make_update(model: nn.Module, max_norm: float, name: str = "lamb") -> WeightUpdate:
+def make_update(model: nn.Module, max_norm: float, name: str = "lamb") -> OptimizerStep:
     optimizer = make_optimizer(model, name, lr=0.02, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    return WeightUpdate(model, optimizer, Ema(model, EMA_DECAY), max_norm)
+    return OptimizerStep(model, optimizer, Ema(model, EMA_DECAY), max_norm)
 
 
-def state_of(update: WeightUpdate) -> dict[str, torch.Tensor]:
+def state_of(update: OptimizerStep) -> dict[str, torch.Tensor]:
     """Weights, moments and averages by name, copies on the CPU."""
     parts = {f"weight/{name}": parameter.detach() for name, parameter in update.model.named_parameters()}
     parts |= {f"average/{name}": average for name, average in update.ema.state_dict().items()}
@@ -104,7 +104,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-def run(update: WeightUpdate, steps: range, bucket: bool = False) -> list[float]:
+def run(update: OptimizerStep, steps: range, bucket: bool = False) -> list[float]:
     """Steps with the same gradients wherever they are made; returns the norms."""
     norms = []
     for step in steps:
@@ -127,9 +127,9 @@ def test_chunks_cover_every_element_once(sizes: list[int]):
 
 
 def test_sizes_are_those_of_the_source():
-    source = (Path(fused_lamb.__file__).parent / "cuda" / "lamb.cu").read_text()
-    assert f"constexpr int THREADS = {fused_lamb._THREADS};" in source
-    assert f"constexpr int CHUNK = {fused_lamb._CHUNK};" in source
+    source = (Path(lamb_cuda.__file__).parent / "cuda" / "lamb.cu").read_text()
+    assert f"constexpr int THREADS = {lamb_cuda._THREADS};" in source
+    assert f"constexpr int CHUNK = {lamb_cuda._CHUNK};" in source
 
 
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
@@ -142,7 +142,7 @@ def test_without_kernels_it_is_the_definition(max_norm: float):
         assert error(tensor, expected[name]) < 3e-6, name
 
 
-def leave_one_out(update: WeightUpdate) -> None:
+def leave_one_out(update: OptimizerStep) -> None:
     """Steps in which one parameter gets no gradient: it stays, and its average comes closer to it."""
     left, average = update.model.get_parameter("weight4"), update.ema.state_dict()["weight4"]
     run(update, range(1, 2))
@@ -291,7 +291,7 @@ def test_a_normal_step_never_waits_for_the_device(tmp_path, options: dict):
     inputs = make_inputs(tmp_path / "inputs", hidden_size=64, **form)  # heads of 32 features, as kernels want
     chosen = {"data_fingerprint": True, "log_stats_every": 2, "device": "cuda", **options}
     config = parse_config(flags(inputs, tmp_path / "runs", "sync", **chosen), "")
-    records = train_without_waiting(config, single_world(config), records_graphs=not config.data_fingerprint)
+    records = train_without_waiting(config, single_world(config), uses_cuda_graphs=not config.data_fingerprint)
     assert len(records) == (1 if "length_milestones" in options else 3)
     losses = [record["train/loss"] for lines in records.values() for record in lines]
     assert losses[-1] < losses[0] - 1

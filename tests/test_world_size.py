@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import flags, make_inputs, run, training_lines
+from helpers.tiny_runs import flags, make_inputs, run, training_lines
 
 from training.checkpoint import locate
-from training.metrics import read_metrics
+from training.metric_logger import read_metrics
 
 STEPS = 30
 # name: (ranks, flags). Rows per step go from 32 to 16 with 4 x 16 tokens each at the end.

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from training.checks import ranks_text
 from training.config import ConfigError
 from training.distributed import World
 from training.setup import Inputs, git_commit, versions
+from training.wording import ranks_text
 
 _ROOT = Path(__file__).resolve().parent.parent
 # What a training run imports.
@@ -86,7 +86,7 @@ def require_same(
     if bool((digests == digests[0]).all()):
         return
     told = {name: (explain or {}).get(name, _shown)(value) for name, value in facts.items()}
-    everyone = world.gather((socket.gethostname(), told))
+    everyone = world.all_gather_objects((socket.gethostname(), told))
     first_host, first = everyone[0]
     names = list(dict.fromkeys(name for _, found in everyone for name in found))
     different = [name for name in names if any(found.get(name) != first.get(name) for _, found in everyone)]

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from data.files import sync_folder, take_folder_mode, write_atomically
+from data.atomic_io import sync_folder, take_folder_mode, write_atomically
 from data.shards import sha256_file
 from model import LTGBert, ModelConfig
 from model_extra import build_model
@@ -234,7 +234,7 @@ def load_model(path: str | Path, ema: bool = False, device: str | torch.device =
     """
     from tokenizers import Tokenizer
 
-    from training.exported import is_exported, read_exported  # which raises CheckpointError, so imports this module
+    from training.hf_format import is_exported, read_exported  # which raises CheckpointError, so imports this module
 
     if is_exported(Path(path)):
         if ema:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slurm.environment import Environment, EnvironmentProblem, local_device_index, read_environment
 from training.config import ConfigError, TrainingConfig
+from training.environment import Environment, EnvironmentProblem, local_device_index, read_environment
 from training.errors import HardwareError
 
 _BACKSTOP_SECONDS = (
@@ -96,10 +96,10 @@ class World:
             if self.size == 1 or _DEVICE.match(text) or not (_LOST.search(text) or _LATE.search(text)):
                 raise
             late = _LATE.search(text) is not None
-            what = "waited in vain for the others" if late else "lost contact with another rank"
+            what = "timed out waiting for the others" if late else "lost contact with another rank"
             raise CollectiveError(f"rank {self.rank} {what} in {name}: {text.splitlines()[0][:300]}", late) from error
 
-    def sum(self, tensor: torch.Tensor, name: str = "a sum over ranks") -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, name: str = "a sum over ranks") -> torch.Tensor:
         """Add `tensor` up over all ranks, in place; CPU tensors go through gloo, CUDA tensors through NCCL."""
         if self.size > 1:
             with self.collective(name):
@@ -107,7 +107,7 @@ class World:
         return tensor
 
     def read(self, summed: torch.Tensor) -> torch.Tensor:
-        """What `sum` gave, on the host; on CUDA this is where it waits for the others."""
+        """What `all_reduce` gave, on the host; on CUDA this is where it waits for the others."""
         with self.waiting(self.place.doing):
             return summed.cpu()
 
@@ -115,9 +115,9 @@ class World:
         """Every rank's `row`, whole numbers of the same shape: [size, ...], on all ranks."""
         lines = row.new_zeros((self.size, *row.shape))
         lines[self.rank] = row
-        return self.sum(lines, name)
+        return self.all_reduce(lines, name)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value` (any small picklable object of our own making), on all ranks."""
         if self.size == 1:
             return [value]
@@ -126,7 +126,7 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
-    def from_main(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's `value` on all ranks."""
         if self.size == 1:
             return value
@@ -217,7 +217,7 @@ def _check_devices(world: World) -> None:
     """
     on_cuda = world.device.type == "cuda"
     own = (socket.gethostname(), str(torch.cuda.get_device_properties(world.device).uuid) if on_cuda else None)
-    places = world.gather(own)
+    places = world.all_gather_objects(own)
     without = [rank for rank, (_, gpu) in enumerate(places) if gpu is None]
     if len(without) == world.size:
         return

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from training.checks import ranks_text
 from training.distributed import World
 from training.errors import HardwareError
 from training.optimizers import named_state
+from training.wording import ranks_text
 
 if TYPE_CHECKING:
     from training.step import TrainState
@@ -50,7 +50,7 @@ class RankCheck:
             return
         parts = [part for part, column in zip(_PARTS, self.digests.t(), strict=True) if len(column.unique()) > 1]
         odd = _minority([tuple(row) for row in self.digests.tolist()])
-        everyone = world.gather((socket.gethostname(), self.own.tolist()))
+        everyone = world.all_gather_objects((socket.gethostname(), self.own.tolist()))
         names = [name for part in _PARTS for name in self.names[part]]
         first = next(
             name for name, *sums in zip(names, *(sums for _, sums in everyone), strict=True) if len(set(sums)) > 1

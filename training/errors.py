@@ -1,7 +1,7 @@
 """Why a run ends before its last step: every failure has a kind, and this is the one table of kinds and exit codes.
 
-Both training scripts end with these codes, and slurm/finish.py, by way of the files in `failures/`, decides by kind
-whether a job starts again. Importing this needs no torch: finish.py may run outside the container of the ranks.
+Both training scripts end with these codes, and slurm/requeue.py, by way of the files in `failures/`, decides by kind
+whether a job starts again. Importing this needs no torch: requeue.py may run outside the container of the ranks.
 
 A new error gets its kind by its class: derive it from one of those below, or give it a class attribute `kind`.
 """
@@ -95,7 +95,7 @@ def kind_of(error: BaseException) -> Kind:
 
     from data.corpus import CorpusError
     from data.shards import ShardError
-    from slurm.environment import EnvironmentProblem
+    from training.environment import EnvironmentProblem
 
     kind = getattr(error, "kind", None)
     if isinstance(kind, Kind):

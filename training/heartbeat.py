@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from training.checks import time_text
+from training.wording import time_text
 
 _BEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0  # without a sign of life, after which an owner counts as gone; far more than clocks differ

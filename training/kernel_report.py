@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from model import ModelConfig
-from ops import cross_entropy, fused_attention, fused_lamb, fused_residual, gated_norm, rope
+from ops import attention_cuda, cross_entropy, gated_norm, lamb_cuda, residual_cuda, rope
 from ops.nvrtc import switched_off
-from training.checks import OK, WARN, Facts, Row, by_value, spread
 from training.config import TrainingConfig
 
 # Time that the plain form adds to a step, in percent, from and to; None where nobody has measured it.
@@ -66,20 +65,20 @@ def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -
     drops, sublayers = model.attention_probs_dropout_prob > 0, 2 * model.num_hidden_layers
     attention = _Kernel(
         "attention",
-        fused_attention.SWITCH,
+        attention_cuda.SWITCH,
         False,
-        fused_attention.obstacle(device, *heads, trains=True),
-        lambda: fused_attention.available(device, *heads, drops, trains=True),
+        attention_cuda.obstacle(device, *heads, trains=True),
+        lambda: attention_cuda.available(device, *heads, drops, trains=True),
     )
     if model.position_embedding == "rope":
         dtype = torch.bfloat16 if config.mixed_precision else torch.float32
         attention = _Kernel("rotary attention", "", True, rope.obstacle(device, dtype), lambda: True)
     residual = _Kernel(
         "residual" if averages else "residual without averages",
-        fused_residual.SWITCH,
+        residual_cuda.SWITCH,
         False,
-        fused_residual.obstacle(device, width, sublayers),
-        lambda: fused_residual.available(device, width, sublayers),
+        residual_cuda.obstacle(device, width, sublayers),
+        lambda: residual_cuda.available(device, width, sublayers),
     )
     norms = [
         _Kernel(
@@ -100,8 +99,8 @@ def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -
     )
     kernels = [attention, residual, *norms, loss]
     if config.optimizer == "lamb":
-        obstacle = fused_lamb.obstacle(device)
-        kernels.append(_Kernel("optimizer", fused_lamb.SWITCH, True, obstacle, lambda: fused_lamb.available(device)))
+        obstacle = lamb_cuda.obstacle(device)
+        kernels.append(_Kernel("optimizer", lamb_cuda.SWITCH, True, obstacle, lambda: lamb_cuda.available(device)))
     return kernels
 
 
@@ -116,22 +115,6 @@ def line(found: dict[str, str]) -> str:
             by_reason.setdefault(reason, []).append(name)
     absent = [f"{', '.join(names)} because {reason} ({_cost(names)})" for reason, names in by_reason.items()]
     return ", ".join(used or ["none"]) + (f" | not: {'; '.join(absent)}" if absent else "")
-
-
-def measure(config: TrainingConfig, model: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """What `judge` wants to know of a rank."""
-    found = missing(config, model, device)
-    slower = sorted(name for name, reason in found.items() if reason and device.type == "cuda")
-    return {"line": line(found), "slower": slower}
-
-
-def judge(facts: Facts) -> Row:
-    """The doctor's row: a warning where a GPU does without a kernel."""
-    lines = by_value(facts, "line")
-    detail = next(iter(lines)) if len(lines) == 1 else spread(lines)
-    slower = any(rank["slower"] for rank in facts.values())
-    remedy = "it trains the same run, more slowly: other sizes in --config_file, or another device" if slower else ""
-    return Row("kernels", WARN if slower or len(lines) > 1 else OK, detail, remedy, facts[min(facts)])
 
 
 def _cost(names: list[str]) -> str:

@@ -17,10 +17,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from data.hashing import fold
+from data.counter_rng import fold
 from data.loader import Loader
+from evaluation.pair_accuracy import pairs_line
 from model_extra import build_model
-from slurm.preemption import StopSignals
 from training.agreement import check_same_run
 from training.checkpoint import Checkpoint
 from training.checkpoint_names import checkpoint_folders, list_checkpoints, newest_step
@@ -30,17 +30,17 @@ from training.distributed import World, single_world
 from training.divergence import DivergenceError, check_ranks
 from training.ema import Ema
 from training.errors import DONE, HardwareError, NonFiniteError, OtherRankFailed
-from training.metrics import Recorder, keep_until, missing_steps, unbreakable, wandb_mode
-from training.micro_step import MicroSteps, graph_obstacle
-from training.minimal_pairs import pairs_line
+from training.forward_backward import ForwardBackward, graph_obstacle
+from training.gradients import GradientBuckets, broadcast_parameters
+from training.metric_logger import MetricLogger, keep_until, missing_steps, unbreakable, wandb_mode
 from training.optimizers import load_named_state, make_optimizer
-from training.parallel import Gradients, share_weights
+from training.preemption import StopSignals
 from training.reporting import tell
-from training.resume import find_start, read_initial_weights, was_restarted
+from training.resume import find_resume_point, read_initial_weights, was_restarted
 from training.saving import Saver, check_finite
 from training.setup import Inputs, RunFolder, check_world, describe_launch, read_inputs
 from training.status import FAILED, FINISHED, RUNNING, Attempt, read_status, write_status
-from training.step import StepLog, TrainState, agree, train_step, warm_up
+from training.step import AsyncStepMetrics, TrainState, agree, train_step, warm_up
 from training.stopping import (
     Stop,
     StopConditions,
@@ -51,7 +51,7 @@ from training.stopping import (
     resume_command,
 )
 from training.summary import describe
-from training.update import WeightUpdate
+from training.update import OptimizerStep
 from training.validation import pair_metrics, sample_texts, validation_line, validation_metrics
 from training.watchdog import Watchdog
 
@@ -109,7 +109,7 @@ def on_main(world: World, function: Callable[[], _Result]) -> _Result:
             result = function()
         except Exception as problem:  # whatever it is, the other ranks wait to hear of it
             error = problem
-    failed, shared = world.from_main((error is not None, result))
+    failed, shared = world.broadcast_object((error is not None, result))
     if error is not None:
         raise error
     if failed:
@@ -143,7 +143,7 @@ def make_state(inputs: Inputs, world: World, checkpoint: Checkpoint | None) -> T
             raise ConfigError(
                 f"--initial_weights {config.initial_weights!r} does not fit the model: {shown}"
             ) from error
-    share_weights(model.to(world.device).train(), world)
+    broadcast_parameters(model.to(world.device).train(), world)
     optimizer = make_optimizer(
         model,
         config.optimizer,
@@ -160,12 +160,12 @@ def make_state(inputs: Inputs, world: World, checkpoint: Checkpoint | None) -> T
         ema.load_state_dict(checkpoint.tensors("ema", world.device))
     if config.compile:
         compile_layers(model)
-    update = WeightUpdate(model, optimizer, ema, config.max_gradient or math.inf)
+    update = OptimizerStep(model, optimizer, ema, config.max_gradient or math.inf)
     options, precise = inputs.builder.options, bool(config.mixed_precision)
     record = not graph_obstacle(config, inputs.model_config, world.device)
-    gradients = Gradients(model, world, config.allreduce_dtype, stay=record)
-    micro_steps = MicroSteps(model, gradients, options, config.z_loss_weight, world.device, precise, record)
-    return TrainState(step, model, gradients, optimizer, ema, update, micro_steps)
+    gradients = GradientBuckets(model, world, config.allreduce_dtype, stay=record)
+    forward_backward = ForwardBackward(model, gradients, options, config.z_loss_weight, world.device, precise, record)
+    return TrainState(step, model, gradients, optimizer, ema, update, forward_backward)
 
 
 @dataclass
@@ -173,7 +173,7 @@ class Records:
     """Where rank 0 writes; other ranks have none."""
 
     folder: RunFolder
-    recorder: Recorder
+    recorder: MetricLogger
     saver: Saver
     conditions: StopConditions
     status: Callable[[str, str, int], None]
@@ -261,7 +261,7 @@ def train(inputs: Inputs, world: World, signals: StopSignals, stack: ExitStack) 
                 attempts.append(register_attempt(config, environment, step))
             patience = _LOCK_SECONDS if restarted else 0.0
             folders.append(stack.enter_context(closing(RunFolder(config.run_folder, patience))))
-            return find_start(folders[0], inputs, restarted, environment.job_id)
+            return find_resume_point(folders[0], inputs, restarted, environment.job_id)
 
         checkpoint, notes = on_main(world, open_run)
         if world.size > 1:
@@ -349,7 +349,7 @@ def open_records(
     wandb_id = folder.write_config(inputs, describe_launch(inputs, world, step))
     facts = {"model": inputs.model_config.to_dict(), "world_size": world.size, "data": inputs.data_identity}
     status(RUNNING, "", step)
-    with closing(Recorder(config, folder.path, wandb_id, step, facts, conditions.signalled)) as recorder:
+    with closing(MetricLogger(config, folder.path, wandb_id, step, facts, conditions.signalled)) as recorder:
         yield Records(folder, recorder, Saver(folder, inputs, recorder.say), conditions, status)
 
 
@@ -363,7 +363,7 @@ def _run_steps(
 ) -> Stop | None:
     """All remaining steps; returns what stopped the run early, or None."""
     # What it began with is in a checkpoint already, or follows from the seed.
-    config, log, waited, saved = inputs.config, StepLog(inputs, world), 0.0, state.step
+    config, log, waited, saved = inputs.config, AsyncStepMetrics(inputs, world), 0.0, state.step
     while state.step < config.max_steps:
         batch = loader.peek(_DATA_SECONDS)
         if loader.late > 60 * config.collective_timeout:
@@ -378,7 +378,7 @@ def _run_steps(
                 records.log(finished, last=True)
             if saved != state.step:
                 save(state, inputs, world, records, last=True)
-            return most_urgent(world.gather(wish))
+            return most_urgent(world.all_gather_objects(wish))
         if batch is None or not ready:  # an epoch's index takes its time: a stop is heard nevertheless, by all ranks
             continue
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from itertools import pairwise
 
 from data.loader import micro_batch_rows
-from data.plan import CAUSAL, DataPlan, rank_share
+from data.plan import CAUSAL, DataPlan, rows_of_rank
 from model import ModelConfig
 from training.config import TrainingConfig
 
@@ -50,7 +50,7 @@ def _largest_micro_batch(
     follow the masked ones. Every token of a causal row is a target.
     """
     at, rows = plan.step(step), [0, 0]
-    for share in rank_share(at, world_size - 1, world_size, split):
+    for share in rows_of_rank(at, world_size - 1, world_size, split):
         rows[share.objective] = len(share)
     taken = min(sum(rows), micro_batch_rows(config.local_batch_size, config.seq_length, at.seq_length))
     causal = min(taken, rows[CAUSAL])

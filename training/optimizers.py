@@ -52,7 +52,7 @@ class Lamb(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, without waiting for the device.
 
-        On CUDA training takes these steps by ops/fused_lamb.py instead (see training/update.py).
+        On CUDA training takes these steps by ops/lamb_cuda.py instead (see training/update.py).
         """
         loss = None
         if closure is not None:

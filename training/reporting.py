@@ -11,9 +11,9 @@ import traceback
 
 import torch
 
-from slurm.environment import Environment, EnvironmentProblem, read_environment
 from training.config import TrainingConfig
 from training.distributed import World
+from training.environment import Environment, EnvironmentProblem, read_environment
 from training.errors import (
     BUG,
     INTERRUPTED,

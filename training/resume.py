@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from model import ModelConfig
-from slurm.environment import Environment
 from training.checkpoint import Checkpoint, CheckpointError, clean, find_newest, locate, set_aside
 from training.checkpoint_names import ABANDONED, list_checkpoints
 from training.config import LATER_FLAGS, ConfigError, TrainingConfig, differences
+from training.environment import Environment
 from training.setup import Inputs, RunView, origin
 
 _WITHOUT_WEIGHTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")  # of a model: a branch may change them
@@ -23,7 +23,7 @@ def was_restarted(environment: Environment) -> bool:
     return environment.restart_count > 0 or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def find_start(
+def find_resume_point(
     folder: RunView, inputs: Inputs, restarted: bool = False, job_id: str | None = None, mend: bool = True
 ) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to go on from (None: start anew) and notes for the user.

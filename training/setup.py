@@ -23,22 +23,22 @@ import tokenizers
 import torch
 from tokenizers import Tokenizer
 
+from data.atomic_io import write_atomically
 from data.corpus import Corpus
-from data.files import write_atomically
 from data.loader import BatchBuilder, ValidationSet
 from data.masking import MaskingOptions
 from data.plan import DataPlan, resolve_split
 from data.shards import tokenizer_hash
+from evaluation.pair_accuracy import PairScorer, read_pair_sets
+from evaluation.token_log_probs import SpecialIds
 from model import ModelConfig, ModelConfigError
+from report.runs import SAMPLES
 from training import kernel_report
 from training.checkpoint import SaveError, training_flags
 from training.checkpoint_names import checkpoint_folders, copied_from, list_checkpoints
 from training.config import LATER_FLAGS, ConfigError, TrainingConfig, later_flag
 from training.distributed import World
 from training.heartbeat import Owner
-from training.minimal_pairs import PairScorer, read_pair_sets
-from training.report_data import SAMPLES
-from training.sentence_scores import SpecialIds
 
 _ROOT = Path(__file__).resolve().parent.parent
 _VOCABULARY_PADDING = 128  # a vocabulary rounded up to a multiple of this is no mistake

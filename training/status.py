@@ -16,8 +16,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from data.files import json_lines, write_atomically
-from slurm.environment import Environment
+from data.atomic_io import json_lines, write_atomically
+from training.environment import Environment
 from training.errors import BUG, Kind
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"

@@ -12,24 +12,24 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from data.hashing import signed
+from data.counter_rng import signed
 from data.loader import RowBatch, StepBatch
 from data.masking import fingerprint
 from data.plan import CAUSAL, MASKED, OBJECTIVES
 from model import LTGBert
 from ops.bit_sums import BitSums
-from training.checks import ranks_text
 from training.distributed import World
 from training.divergence import DivergenceError, RankCheck, begin_check
 from training.ema import Ema
 from training.errors import NonFiniteError
-from training.micro_step import MicroSteps
-from training.objective import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
-from training.parallel import Gradients
+from training.forward_backward import ForwardBackward
+from training.gradients import GradientBuckets
+from training.loss import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
 from training.schedules import average_decay, learning_rate
 from training.setup import Inputs
 from training.summary import flops_per_token, peak_flops, target_share
-from training.update import WeightUpdate
+from training.update import OptimizerStep
+from training.wording import ranks_text
 
 
 @dataclass
@@ -38,16 +38,16 @@ class TrainState:
 
     step: int
     model: LTGBert
-    gradients: Gradients
+    gradients: GradientBuckets
     optimizer: torch.optim.Optimizer
     ema: Ema
-    update: WeightUpdate
-    micro_steps: MicroSteps
+    update: OptimizerStep
+    forward_backward: ForwardBackward
     bit_sums: BitSums = field(default_factory=BitSums)
 
 
 @dataclass(frozen=True)
-class PendingStep:
+class InFlightStep:
     """A step whose numbers may still be on their way from the device.
 
     sums, fingerprint, extra: on the host, in memory that the device fills; to be read after `finished`.
@@ -77,7 +77,7 @@ def agree(world: World, batch: StepBatch | None, wants_stop: bool) -> tuple[tupl
     """
     targets = [0, 0] if batch is None else batch.targets.tolist()
     facts = torch.tensor([*targets, int(wants_stop), int(batch is None)])
-    masked, causal, stops, missing = world.sum(facts, "the agreement before a step").tolist()
+    masked, causal, stops, missing = world.all_reduce(facts, "the agreement before a step").tolist()
     return (masked, causal), stops > 0, missing == 0
 
 
@@ -92,7 +92,7 @@ def warm_up(state: TrainState, inputs: Inputs, world: World, split: str) -> str:
     arguments = (world.rank, world.size, split, inputs.config.local_batch_size)
     first = inputs.builder.step(state.step, *arguments).batch
     largest = [inputs.builder.like(first, plan.largest_step(*span), *arguments) for span in spans]
-    state.micro_steps.warm_up(part for batch in largest for part in _first_and_fullest(batch, world.device))
+    state.forward_backward.warm_up(part for batch in largest for part in _first_and_fullest(batch, world.device))
     lengths = ", ".join(str(batch.plan.seq_length) for batch in largest)
     return f"compiled for rows of {lengths} tokens in {time.monotonic() - began:.1f} s"
 
@@ -106,14 +106,14 @@ def _first_and_fullest(batch: StepBatch, device: torch.device) -> list[RowBatch]
 
 def train_step(
     state: TrainState, inputs: Inputs, world: World, batch: StepBatch, targets: tuple[int, int]
-) -> PendingStep:
+) -> InFlightStep:
     """Forward, backward and update for one global batch."""
     config, plan, step = inputs.config, inputs.plan, batch.plan.step
     rows = (batch.plan.masked_rows, batch.plan.rows - batch.plan.masked_rows)
     weights = loss_weights(rows, targets, config.token_weighted_loss)
     prints = torch.zeros((), dtype=torch.int64, device=world.device) if config.data_fingerprint else None
 
-    run = state.micro_steps
+    run = state.forward_backward
     run.begin(signed(plan.step_key(step)), weights.per_target)
     micro_batches = list(batch.micro_batches(world.device))
     for number, micro_batch in enumerate(micro_batches):
@@ -148,13 +148,13 @@ def train_step(
     if world.device.type == "cuda":
         facts["stats/peak_memory_gib"] = torch.cuda.max_memory_allocated(world.device) / 2**30
     if prints is not None:
-        prints = _to_host(world.sum(prints, "the sum of fingerprints"))
-    sums = _to_host(world.sum(local_sums.clone(), "the sum of losses"))
+        prints = _to_host(world.all_reduce(prints, "the sum of fingerprints"))
+    sums = _to_host(world.all_reduce(local_sums.clone(), "the sum of losses"))
     extra = {name: _to_host(value) for name, value in extra.items()}
     every = config.check_ranks_every
     check = begin_check(state, world) if every and done % every == 0 else None
     finished = _now(world.device)  # after the copies, which are read once it has passed
-    return PendingStep(facts, weights.share, sums, local_sums, prints, extra, batch.plan.tokens, finished, check)
+    return InFlightStep(facts, weights.share, sums, local_sums, prints, extra, batch.plan.tokens, finished, check)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ def _seconds(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> 
     return end - begin
 
 
-class StepLog:
+class AsyncStepMetrics:
     """Turns steps into metrics one step late on CUDA, so that the host reads them while the device computes the next.
 
     All ranks read the same sums at the same point of the program: what follows from a bad value is agreed.
@@ -215,7 +215,7 @@ class StepLog:
 
     def __init__(self, inputs: Inputs, world: World):
         self._inputs, self._world = inputs, world
-        self._pending: deque[PendingStep] = deque()
+        self._pending: deque[InFlightStep] = deque()
         self._lag = 1 if world.device.type == "cuda" else 0
         self._peak = peak_flops(world.device)
         self._last = _now(world.device)
@@ -224,7 +224,7 @@ class StepLog:
         """Leave the time since the last step (validation, saving) out of tokens per second."""
         self._last = _now(self._world.device)
 
-    def push(self, pending: PendingStep) -> list[dict[str, Any]]:
+    def push(self, pending: InFlightStep) -> list[dict[str, Any]]:
         """Take a step; returns the metrics of steps that are due."""
         self._pending.append(pending)
         return self._read(self._lag)
@@ -243,7 +243,7 @@ class StepLog:
             records.append(self._metrics(pending, seconds))
         return records
 
-    def _metrics(self, pending: PendingStep, seconds: float) -> dict[str, Any]:
+    def _metrics(self, pending: InFlightStep, seconds: float) -> dict[str, Any]:
         """The metrics.jsonl line of a step.
 
         Raises on all ranks: DivergenceError where they differ, NonFiniteError where a loss or the norm is bad.
@@ -281,9 +281,9 @@ class StepLog:
         return record
 
 
-def _raise_non_finite(pending: PendingStep, world: World) -> NoReturn:
+def _raise_non_finite(pending: InFlightStep, world: World) -> NoReturn:
     """Say which rank and objective a bad value came from; called by all ranks."""
-    everyone = world.gather(pending.local_sums.tolist())  # of each rank as `sums`
+    everyone = world.all_gather_objects(pending.local_sums.tolist())  # of each rank as `sums`
     losses = [[sums[:4][LOSS], sums[4:][LOSS]] for sums in everyone]
     bad = [
         f"rank {rank}, {OBJECTIVES[objective]} objective: the summed loss is {losses[rank][objective]}"

@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm import preemption
-from slurm.environment import Environment
-from slurm.preemption import StopSignals, TimeLimit
+from training import preemption
 from training.config import TrainingConfig
+from training.environment import Environment
 from training.errors import BUG, DONE, GAVE_UP, HARDWARE, signal_code
+from training.preemption import StopSignals, TimeLimit
 from training.status import (
     FAILED,
     REQUEUE_WANTED,

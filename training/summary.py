@@ -8,11 +8,11 @@ from data.loader import micro_batch_rows
 from data.plan import CAUSAL, MASKED
 from model import ModelConfig
 from training import kernel_report
-from training.checks import count
 from training.distributed import World
+from training.forward_backward import graph_obstacle
 from training.memory import memory_estimate
-from training.micro_step import graph_obstacle
 from training.setup import Inputs
+from training.wording import count
 
 # Dense bf16 matrix rates in FLOP/s of what a rank has, from the vendors' data sheets, by what the device's name
 # contains; the longest name that fits counts. A card of the MI250 kind is two devices, each with half of its rate.

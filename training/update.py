@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ops.fused_lamb import SWITCH, FusedLamb, Settings, Tensors, available, fits
+from ops.lamb_cuda import SWITCH, FusedLamb, Settings, Tensors, available, fits
 from ops.nvrtc import switched_off
 from training.ema import Ema
 from training.optimizers import Lamb, clip_gradients
 
 
-class WeightUpdate:
+class OptimizerStep:
     """Clips the gradients of `model`, lets `optimizer` step and updates `ema`: for LAMB on CUDA by three fused passes.
 
     HYBRID_FUSED_OPTIMIZER=0 in the environment keeps the separate calls, the slow twin, for comparing and debugging.

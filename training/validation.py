@@ -12,12 +12,12 @@ from torch import nn
 
 from data.loader import ValidationSet, micro_batch_rows
 from data.plan import OBJECTIVES
+from evaluation.pair_accuracy import PairScorer, evaluate_pairs
+from evaluation.samples import Sampler, from_corpus, labelled
+from evaluation.token_log_probs import BatchShape
 from training.distributed import World
-from training.micro_step import choose_slots
-from training.minimal_pairs import PairScorer, evaluate_pairs
-from training.objective import evaluate, sums_by_objective
-from training.report_samples import Sampler, from_corpus, labelled
-from training.sentence_scores import Layout
+from training.forward_backward import padded_targets
+from training.loss import evaluate, sums_by_objective
 from training.setup import Inputs
 from training.step import TrainState
 
@@ -45,12 +45,12 @@ def validate(
             inputs = batch.to(world.device).inputs(held_out.options)
             with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=autocast):
                 # Of few sizes, so that the allocator finds again what it had before.
-                slots = choose_slots(int(batch.targets.sum()), inputs.labels.numel(), ())
+                slots = padded_targets(int(batch.targets.sum()), inputs.labels.numel(), ())
                 scores, which = evaluate(model, inputs, slots, None)
             sums += sums_by_objective(scores, which)
     model.train(was_training)
     metrics = {}
-    totals = world.read(world.sum(sums, "the sum of held-out losses")).tolist()
+    totals = world.read(world.all_reduce(sums, "the sum of held-out losses")).tolist()
     for name, (loss, _, correct, count) in zip(OBJECTIVES, totals, strict=True):
         if count:
             metrics[f"{prefix}{name}_loss{suffix}"] = loss / count
@@ -102,7 +102,7 @@ def validation_line(metrics: dict[str, Any]) -> str:
 def pair_metrics(state: TrainState, inputs: Inputs, pairs: PairScorer, world: World) -> dict[str, Any]:
     """Minimal pairs with the averaged weights, in batches of the shape that validation uses."""
     config = inputs.config
-    layout = Layout(config.local_batch_size, config.seq_length)
+    layout = BatchShape(config.local_batch_size, config.seq_length)
     with state.ema.swapped_in(state.model):
         metrics = evaluate_pairs(state.model, pairs, world, layout, config.evaluate_mode, bool(config.mixed_precision))
     return {"step": state.step, "stats/tokens": inputs.plan.tokens_before(state.step), **metrics}

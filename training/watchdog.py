@@ -25,7 +25,7 @@ from training.config import TrainingConfig
 from training.distributed import Place, World
 from training.errors import HARDWARE, HardwareError
 from training.heartbeat import Heartbeat
-from training.meeting import Meeting
+from training.rank_store import RankStore
 from training.reporting import tell
 from training.status import FAILED, record_failure, write_status
 
@@ -50,7 +50,7 @@ class Watchdog:
         self._pause = min(_BEAT_SECONDS, self._short / 3)
         self._grace = 2 * self._pause + _GRACE_SECONDS
         self._stop = threading.Event()
-        self._meeting = Meeting(world.environment, self._grace)
+        self._meeting = RankStore(world.environment, self._grace)
         self._file = None
         if world.environment.local_rank == 0:
             path = config.run_folder / "heartbeats" / f"{socket.gethostname()}.json"

@@ -1,4 +1,4 @@
-// Clipping, LAMB and the average of the weights over all parameters at once. Compiled at run time by ops/fused_lamb.py,
+// Clipping, LAMB and the average of the weights over all parameters at once. Compiled at run time by ops/lamb_cuda.py,
 // which documents the arguments.
 //
 // A tensor is cut into chunks of CHUNK elements, and a block does one chunk. Five kernels, in this order:
@@ -72,7 +72,7 @@ __device__ inline Chunk find(const Params& p, int number) {
   return c;
 }
 
-// A gradient may be a view from any multiple of four bytes on (those of training/parallel.py begin at multiples of 256).
+// A gradient may be a view from any multiple of four bytes on (those of training/gradients.py begin at multiples of 256).
 __device__ inline float4 load_gradient(const Chunk& c, int i) {
   if (c.gradient_vectors) return __ldcs(reinterpret_cast<const float4*>(c.gradient + i));
   return make_float4(__ldcs(c.gradient + i), __ldcs(c.gradient + i + 1), __ldcs(c.gradient + i + 2),

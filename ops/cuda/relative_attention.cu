@@ -1,4 +1,4 @@
-// Disentangled relative attention, forward and backward. Compiled at run time by ops/fused_attention.py, which defines
+// Disentangled relative attention, forward and backward. Compiled at run time by ops/attention_cuda.py, which defines
 // HEAD_DIM (32, 64 or 128), DROPOUT (0 or 1), FORWARD_STAGES and BACKWARD_STAGES (1 or 2), and documents the arguments.
 //
 // A block of four warps owns 64 rows of one head and walks over tiles of 64 columns. Rows are queries and columns keys
@@ -70,7 +70,7 @@ struct Params {
   const int *spans;            // [B, T, 2]: first and last + 1 token of each token's document; 0, 0 for padding
   const u8 *causal;            // [B]
   const int *slots;            // [2 * padded + 1]: u(e) for e from -padded
-  const uint2 *fragments;      // [number, 32]: one-hot operands, see ops/fused_attention.py
+  const uint2 *fragments;      // [number, 32]: one-hot operands, see ops/attention_cuda.py
   const int4 *groups;          // [8]: first and last step of distances that hold the group's slots, base of fragments
   const int *row_hash;         // [B, H, T]
   const int *column_hash;      // [>= T]

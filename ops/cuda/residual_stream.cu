@@ -1,5 +1,5 @@
 // The residual stream between two sublayers: dropout of an update, residual sum, weighted sum over depth and layer norm
-// in one pass over memory, and its gradients. Compiled at run time by ops/fused_residual.py, which defines WIDTH
+// in one pass over memory, and its gradients. Compiled at run time by ops/residual_cuda.py, which defines WIDTH
 // (features of a token, a multiple of 128), SUBLAYERS, GROUP and THREADS and documents the arguments.
 //
 // Sums over depth come in groups: while the states are read for one sum, those of the next GROUP - 1 are begun ("ahead"),

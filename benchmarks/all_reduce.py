@@ -1,0 +1,139 @@
+"""What the sums of gradients cost a training step: a training script that also times the parts of each step.
+
+    python benchmarks/all_reduce.py FLAGS                               # one GPU: what a step takes without sums
+    torchrun --nproc_per_node=4 benchmarks/all_reduce.py FLAGS          # FLAGS: those of train_multi_gpu.py
+
+Each step ends in three parts, by CUDA events on every rank: its micro-batches up to the end of the last backward pass,
+during which sums go on; the sums that are still to be awaited; clipping, optimizer and average. Prints medians over
+the second half of the steps, without those in which a rank ran its last micro-batch outside of a CUDA graph.
+--bucket_mib changes the size of a sum: with more than all gradients take, nothing is summed during the backward pass.
+--trace FOLDER writes the kernels of four of these steps on every rank, for chrome://tracing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+
+import training.loop
+from benchmarks.timing import has_cuda
+from training.distributed import World, single_world, start_world
+from training.gradients import GradientBuckets
+from training.step import InFlightStep, TrainState
+
+_TRACED_STEPS = 4
+_PARTS = ("micro-batches", "sums awaited", "rest")
+
+
+class TimedGradients(GradientBuckets):
+    """Marks when the last backward pass of a step has ended, and when its sums have."""
+
+    marks: list[torch.cuda.Event]
+
+    def sum_replayed(self, marks: Any) -> None:
+        """As in GradientBuckets."""
+        self.marks = [_now()]
+        super().sum_replayed(marks)
+        self.marks.append(_now())
+
+
+class Steps:
+    """The times of all steps of a rank."""
+
+    def __init__(self, trace: str) -> None:
+        self._trace, self._profile = trace, None
+        self._events: list[list[torch.cuda.Event]] = []
+
+    def train_step(self, state: TrainState, inputs: Any, world: World, *arguments: Any) -> InFlightStep:
+        """training.step.train_step between two events."""
+        gradients = state.gradients
+        assert isinstance(gradients, TimedGradients)
+        self._follow(state.step - inputs.config.max_steps // 2, world.rank)
+        gradients.marks, begin = [], _now()
+        done = _train_step(state, inputs, world, *arguments)
+        self._events.append([begin, *gradients.marks, _now()] if gradients.marks else [])
+        return done
+
+    def milliseconds(self) -> list[list[float]]:
+        """The three parts of each step; of one without a replay nothing."""
+        torch.cuda.synchronize()
+        return [[a.elapsed_time(b) for a, b in pairwise(events)] for events in self._events]
+
+    def _follow(self, step: int, rank: int) -> None:
+        if self._trace and step == 0:
+            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self._profile.start()
+        if self._profile is not None and step == _TRACED_STEPS:
+            torch.cuda.synchronize()
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(Path(self._trace) / f"rank{rank}.json.gz"))
+            self._profile = None
+
+
+def _now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def show(ranks: list[list[list[float]]]) -> None:
+    """The table: `ranks` has each rank's steps."""
+    half = len(ranks[0]) // 2
+    late = [list(parts) for parts in zip(*ranks, strict=True)][half:]
+    steps = [parts for parts in late if all(parts)]
+    print(f"{len(steps)} of the last {len(late)} steps, milliseconds")
+    if not steps:
+        print("the others had no CUDA graphs on all ranks: more steps (--max_steps)?")
+        return
+    print(f"{'':<14}" + "".join(f"{name:>15}" for name in (*_PARTS, "whole")))
+    for rank in range(len(ranks)):
+        own = [parts[rank] for parts in steps]
+        line = [*(statistics.median(part) for part in zip(*own, strict=True)), statistics.median(map(sum, own))]
+        print(f"{f'rank {rank}':<14}" + "".join(f"{value:>15.2f}" for value in line))
+    slowest = statistics.median(max(part[0] for part in parts) for parts in steps)
+    mean = statistics.median(statistics.mean(part[0] for part in parts) for parts in steps)
+    least = statistics.median(min(part[1] for part in parts) for parts in steps)
+    print(f"micro-batches: {mean:.2f} by the mean of ranks, {slowest:.2f} by the slowest; least awaited: {least:.2f}")
+
+
+_train_step, _train = training.loop.train_step, training.loop.train
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--bucket_mib", type=float, default=0.0, help="size of a sum in MiB (default: as in training)")
+    parser.add_argument("--trace", default="", help="folder for traces of kernels")
+    options, flags = parser.parse_known_args()
+    if not has_cuda():
+        return 2
+    if options.trace:
+        Path(options.trace).mkdir(parents=True, exist_ok=True)
+    steps = Steps(options.trace)
+    size = {"bucket_bytes": int(options.bucket_mib * 2**20)} if options.bucket_mib else {}
+
+    def train(inputs: Any, world: World, *arguments: Any) -> int:
+        code = _train(inputs, world, *arguments)
+        ranks = world.all_gather_objects(steps.milliseconds())
+        if world.is_main:
+            show(ranks)
+        return code
+
+    training.loop.GradientBuckets = functools.partial(TimedGradients, **size)
+    training.loop.train_step, training.loop.train = steps.train_step, train
+    return training.loop.main(flags, "", start_world if "RANK" in os.environ else single_world)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""In which order the rows of a stream are used.
+
+A stream goes through the documents in a random order, but a document may be a book: consecutive rows come from one
+text, and a whole batch may. Batches are to be samples of the corpus, so the rows of each stretch of the stream are
+used in a keyed pseudo-random order. A stretch lies within one epoch and has rows of one length, so every token is
+still used exactly once per epoch, also where rows grow in the middle of one. Nothing is stored.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+
+from data.corpus import Corpus
+from data.counter_rng import Permutation, fold
+
+
+class RowShuffle:
+    """Positions of rows in the stream of one objective."""
+
+    def __init__(self, corpus: Corpus, key: int, spans: list[tuple[int, int, int]]) -> None:
+        """key: of the stream. spans: first token, end and row length of its parts, as DataPlan.spans gives them."""
+        self._corpus, self._key = corpus, fold(key, -1)  # data/corpus.py folds in epochs, from 0
+        self._spans = [span for span in spans if span[1] > span[0]]
+
+    def positions(self, first: int, count: int) -> np.ndarray:
+        """Stream positions of the first tokens of `count` rows, int64 [count].
+
+        first: how many tokens the rows used before hold, which is where they would begin without shuffling. All are of
+        one length.
+        """
+        if not count:
+            return np.empty(0, np.int64)
+        begin, end, length = self._spans[bisect_right(self._spans, first, key=lambda span: span[0]) - 1]
+        row = first_row = (first - begin) // length
+        end_row, found = first_row + count, []
+        while row < end_row:
+            epoch = self._corpus.epoch_of(begin + row * length)
+            # The stretch: rows that begin in this epoch.
+            bounds = [self._corpus.tokens_before_epoch(epoch + i) - begin for i in (0, 1)]
+            low, high = max(0, -(-bounds[0] // length)), -(-min(bounds[1], end - begin) // length)
+            permutation = Permutation(fold(fold(self._key, epoch), begin), high - low)
+            until = min(high, end_row)
+            found.append(low + permutation(np.arange(row - low, until - low)))
+            row = until
+        return begin + np.concatenate(found) * length

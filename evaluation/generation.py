@@ -1,0 +1,303 @@
+"""From logits to text: the pure functions behind generate.py and fill_mask.py, and the flags that both share.
+
+The model predicts the *next* token under both objectives: output i scores token i + 1, whether attention is causal
+(generation) or bidirectional (a mask at position i is scored by output i - 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from evaluation.kv_cache import CachedDecoder, LanguageModel, UncachedDecoder
+from model import LTGBert, ModelConfigError
+from training.checkpoint import CheckpointError, load_model
+from training.config import ConfigError
+from training.distributed import choose_device
+
+NUM_SPECIAL_TOKENS = 16  # ids 0-15 are special in every vocabulary of this project
+
+
+class UsageError(ValueError):
+    """The user asked for what a model cannot do; the message is one sentence with the flag and the remedy."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    temperature: logits are divided by it; 0 takes the most probable token.
+    top_k: only so many of the most probable tokens; 0 means all.
+    top_p: only the most probable tokens that together reach this share; 1 means all.
+    Raises UsageError for values outside these ranges.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UsageError(f"--temperature is {self.temperature:g}: give 0 (always the most probable token) or more.")
+        if self.top_k < 0:
+            raise UsageError(f"--top_k is {self.top_k}: give 0 (no limit) or a number of tokens.")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"--top_p is {self.top_p:g}: give a share above 0 and up to 1 (no limit).")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer, ready for use. `device` is where its inputs go."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    device: torch.device
+
+    def token_id(self, token: str) -> int:
+        """Return the id of a special token such as "<s>"; raises UsageError where the tokenizer lacks it."""
+        number = self.tokenizer.token_to_id(token)
+        if number is None:
+            raise UsageError(
+                f"the model's tokenizer has no {token}, which the models of this project begin and end with."
+            )
+        return number
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text; what looks like a special token in it is plain text.
+
+        Raises UsageError where the text came from bytes that are not UTF-8.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:  # Python keeps foreign bytes of the command line as lone surrogates
+            raise UsageError(f"the text {text!r} is not UTF-8: convert it, for example with iconv.") from None
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids; bytes that are no complete UTF-8 character show as U+FFFD."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int], positions: list[int], causal: bool) -> Tensor:
+        """Return the logits, float64 [len(positions), V] on the CPU, at positions of one document's row of ids [T].
+
+        The logits at position i are those of the token at i + 1.
+        """
+        row = torch.tensor([ids], dtype=torch.int64, device=self.device)
+        hidden = self.model.encode(row, torch.zeros_like(row), causal)
+        return self.model.predict(hidden[0, positions]).to("cpu", torch.float64)
+
+    @torch.inference_mode()
+    def reader(self, padding: list[int]) -> CachedDecoder | UncachedDecoder:
+        """Return a reader of rows that begin with so many tokens of padding each."""
+        gaps = torch.tensor(padding, dtype=torch.int64, device=self.device)
+        if isinstance(self.model, LTGBert):
+            return CachedDecoder(self.model, gaps)
+        return UncachedDecoder(self.model, gaps)
+
+    @torch.inference_mode()
+    def next_logits(self, reader: CachedDecoder | UncachedDecoder, new: list[list[int]]) -> Tensor:
+        """Let the reader read the new tokens [B][n]; return the logits of those to come, float64 [B, V] on the CPU."""
+        hidden = reader.read(torch.tensor(new, dtype=torch.int64, device=self.device))
+        return self.model.predict(hidden).to("cpu", torch.float64)
+
+
+def candidates(logits: Tensor, forbidden: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Return the tokens that may come next and their probabilities, the most probable first.
+
+    logits: [V]. forbidden: int64 ids that never come. The result is int64 [K] and float64 [K], which sums to 1; equally
+    probable tokens come in the order of their ids, so that every device and version of torch agrees.
+    """
+    scores = logits.to(torch.float64).index_fill(0, forbidden, -torch.inf)
+    if sampling.temperature == 0:
+        return scores.argmax().view(1), torch.ones(1, dtype=torch.float64)
+    probabilities, ids = torch.sort(torch.softmax(scores / sampling.temperature, dim=0), descending=True, stable=True)
+    kept = probabilities > 0
+    if sampling.top_k:
+        kept[sampling.top_k :] = False
+    if sampling.top_p < 1:  # a token stays while those before it have not reached the share, so the first always does
+        kept &= probabilities.cumsum(0) - probabilities < sampling.top_p
+    ids, probabilities = ids[kept], probabilities[kept]
+    return ids, probabilities / probabilities.sum()
+
+
+def draw(ids: Tensor, probabilities: Tensor, generator: torch.Generator) -> int:
+    """Return one of ids [K], each with its probability [K], from one uniform number of the (CPU) generator."""
+    uniform = torch.rand((), dtype=torch.float64, generator=generator)
+    place = torch.searchsorted(probabilities.cumsum(0), uniform, right=True)
+    return int(ids[min(int(place), len(ids) - 1)])  # the cumulative sum may end a rounding error below 1
+
+
+def special_ids(tokenizer: Tokenizer) -> set[int]:
+    """Return ids 0-15 and those of all tokens that the tokenizer marks as special."""
+    marked = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    return marked | set(range(NUM_SPECIAL_TOKENS))
+
+
+def continuations(
+    usable: LoadedModel,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    generators: Sequence[torch.Generator],
+) -> Iterator[tuple[int, int | None]]:
+    """Continue several prompts at once: yield (row, the next token of that row), in the order of rows, step by step.
+
+    Each row is `<s>`, its prompt and what it draws from its own generator, until `</s>` or max_new_tokens; (row, None)
+    says that it is finished. What a row draws does not depend on the others. A prompt is read once, and then each
+    token costs the model one token; rows may grow to any length.
+    """
+    start, end = usable.token_id("<s>"), usable.token_id("</s>")
+    forbidden = torch.tensor(sorted(special_ids(usable.tokenizer) - {end}), dtype=torch.int64)
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    new = [[start] * (1 + gap) + prompt for gap, prompt in zip(padding, prompts, strict=True)]  # padding is never read
+    reader = usable.reader(padding)
+    rows = list(range(len(prompts)))
+    for number in range(1, max_new_tokens + 1):
+        logits, new, going = usable.next_logits(reader, new), [], []
+        for place, row in enumerate(rows):
+            token = draw(*candidates(logits[place], forbidden, sampling), generators[row])
+            if token != end:
+                yield row, token
+            if token == end or number == max_new_tokens:
+                yield row, None
+            else:
+                new.append([token])
+                going.append(place)
+        if not going:
+            return
+        if len(going) < len(rows):
+            reader.keep(torch.tensor(going, device=usable.device))
+            rows = [rows[place] for place in going]
+
+
+class TextStream:
+    """Turns tokens that follow a prompt into text, as soon as it is certain.
+
+    A character may be spread over several tokens: text waits while it ends within one. `num_tokens` counts them.
+    """
+
+    def __init__(self, usable: LoadedModel, prompt: list[int]) -> None:
+        self.num_tokens = 0
+        self._usable, self._ids = usable, list(prompt)
+        self._shown = len(usable.decode(prompt))
+
+    def push(self, token: int) -> str:
+        """Take the next token; return the text that is certain now, which may be none."""
+        self.num_tokens += 1
+        self._ids.append(token)
+        return "" if self._usable.decode(self._ids).endswith("\ufffd") else self.rest()
+
+    def rest(self) -> str:
+        """Return the text that `push` has not returned yet, complete or not."""
+        text = self._usable.decode(self._ids)
+        new, self._shown = text[self._shown :], len(text)
+        return new
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that choose a model: MODEL, --ema and --device."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="run folder (its newest checkpoint), checkpoint, or exported folder"
+    )
+    parser.add_argument("--ema", action="store_true", help="use the averaged weights (default: the trained weights)")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="auto: CUDA where there is a GPU (default: auto)",
+    )
+
+
+def load(options: argparse.Namespace) -> LoadedModel:
+    """Load the model that the flags of `add_model_flags` name.
+
+    Raises CheckpointError, ConfigError or ModelConfigError, each with one sentence.
+    """
+    device = choose_device(options.device)
+    model, tokenizer, _ = load_model(options.model, ema=options.ema, device=device)
+    tokenizer.encode_special_tokens = True  # "</s>" in a text is text, as it was in training
+    return LoadedModel(model, tokenizer, device)
+
+
+def for_each_line(flag: str, use: Callable[[str], None]) -> None:
+    """Call `use` with each line of standard input that is not blank.
+
+    In a terminal, lines are asked for and can be edited; a line that cannot be used is answered with one sentence, and
+    Ctrl-C stops an answer, not the program. Elsewhere raises UsageError where there is no text, or what `use` raises.
+    """
+    interactive, found = sys.stdin.isatty(), False
+    if interactive:
+        print(f"One text a line. Ctrl-C stops an answer, Ctrl-D ends ({flag} TEXT for scripts).", file=sys.stderr)
+    try:
+        for line in _asked() if interactive else sys.stdin:
+            if not line.strip():
+                continue
+            found = True
+            try:
+                use(line.rstrip("\r\n"))
+            except (UsageError, KeyboardInterrupt) as problem:
+                if not interactive:
+                    raise
+                print(f"\n{str(problem) or '(stopped)'}\n", file=sys.stderr)
+    except UnicodeDecodeError:
+        raise UsageError("standard input is not UTF-8 text: convert it, for example with iconv.") from None
+    if not found and not interactive:
+        raise UsageError(f"there is no text: give {flag} TEXT, or one text a line on standard input.")
+
+
+def _asked() -> Iterator[str]:
+    """Lines typed in a terminal, until Ctrl-D."""
+    with contextlib.suppress(ImportError):  # not on every system
+        import readline  # noqa: F401 - importing it is what lets input() edit lines
+    while True:
+        try:
+            if sys.stdout.isatty():
+                yield input("> ")
+            else:  # standard output is a file: it shall hold answers alone
+                print("> ", end="", file=sys.stderr, flush=True)
+                line = sys.stdin.readline()
+                if not line:
+                    raise EOFError
+                yield line
+        except EOFError:
+            print(file=sys.stderr)
+            return
+
+
+def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
+    """Run a script's command; return 0, 2 after one sentence on what the user can mend, 130 after Ctrl-C."""
+    try:
+        command(options)
+        sys.stdout.flush()
+    except (UsageError, CheckpointError, ConfigError, ModelConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader (`| head`) has what it wanted; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return 0
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one clear sentence per error and no guessing of abbreviated flags."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see --help)\n")

@@ -1,0 +1,192 @@
+"""Causal reading token by token: each token is computed once, from what its layers kept of the tokens before it.
+
+A causal model's states never change when text is appended, so a layer needs of the past only its keys, its values and,
+with relative positions, the score that each key gives to each slot of the position table. Everything else, the gate,
+the feed-forward sublayers and the depth-weighted averages, belongs to the new tokens alone. `UncachedDecoder` is the
+slow twin that runs the whole model over the whole row each time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import Attention, LTGBert, ModelConfig
+from model_extra import DepthWeightedEncoder
+from ops.attention import bucket
+from ops.rope import rotate
+
+_CHUNK = 256  # tokens of a prompt read at once: bounds the scores, [B, H, chunk, T]
+_SMALLEST_CAPACITY = 64
+
+
+class LanguageModel(Protocol):
+    """The part of LTGBert that decoding uses."""
+
+    def encode(self, input_ids: Tensor, document_ids: Tensor, causal: bool, /) -> Tensor: ...
+
+    def predict(self, hidden: Tensor, /) -> Tensor: ...
+
+
+class UncachedDecoder:
+    """What CachedDecoder does, by running the model over all tokens so far at each call."""
+
+    def __init__(self, model: LanguageModel, padding: Tensor) -> None:
+        """As in CachedDecoder."""
+        self._model, self._padding = model, padding
+        self._ids = torch.empty(len(padding), 0, dtype=torch.int64, device=padding.device)
+
+    def read(self, input_ids: Tensor) -> Tensor:
+        """As in CachedDecoder."""
+        self._ids = torch.cat([self._ids, input_ids], dim=1)
+        places = torch.arange(self._ids.size(1), device=self._ids.device)
+        document_ids = -(places < self._padding[:, None]).long()
+        return self._model.encode(self._ids, document_ids, True)[:, -1]
+
+    def keep(self, rows: Tensor) -> None:
+        """As in CachedDecoder."""
+        self._ids, self._padding = self._ids[rows], self._padding[rows]
+
+
+class CachedDecoder:
+    """Reads B rows of one document each from left to right with `model`, which is in evaluation mode.
+
+    Rows are as long as each other: shorter texts begin with padding, which nothing attends. Rows may grow beyond
+    max_position_embeddings, as in `encode`.
+    """
+
+    def __init__(self, model: LTGBert, padding: Tensor) -> None:
+        """padding: int64 [B], how many tokens at the start of each row are padding (whatever their ids)."""
+        self._model, self._padding, self._length = model, padding, 0
+        device = padding.device
+        positions = None
+        if model.config.position_embedding == "relative":
+            positions = model.embedding.relative_layer_norm(model.embedding.relative_embedding)
+        self._layers = [
+            _AttentionCache(layer, positions, model.config, len(padding), device)
+            for layer in map(_as_attention, model.transformer.attention_layers)
+        ]
+
+    def read(self, input_ids: Tensor) -> Tensor:
+        """Append input_ids int64 [B, n], n >= 1, to the rows; return the hidden states [B, D] of the last of them."""
+        hidden = torch.empty(0)
+        for chunk in input_ids.split(_CHUNK, dim=1):
+            hidden = self._read(chunk)
+        return hidden
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows alone: int64 [B'], places in the present batch; a row may be named several times."""
+        self._padding = self._padding[rows]
+        for layer in self._layers:
+            layer.keep(rows)
+
+    def _read(self, input_ids: Tensor) -> Tensor:
+        encoder, start = self._model.transformer, self._length
+        self._length += input_ids.size(1)
+        places = torch.arange(self._length, device=input_ids.device)
+        distance = places[start:, None] - places  # [n, T]
+        # A token of padding attends itself, so that no row of scores is empty; nothing else ever reads it.
+        allowed = (distance >= 0) & (places >= self._padding[:, None, None]) | (distance == 0)  # [B, n, T]
+        bias = torch.zeros(allowed.shape, device=input_ids.device).masked_fill_(~allowed, -math.inf).unsqueeze(1)
+        words, _ = self._model.embedding(input_ids, None)
+        depth = list(encoder.dwa_modules.alphas) if isinstance(encoder, DepthWeightedEncoder) else None
+        states, x = [words], words
+        for attention, feed_forward in zip(self._layers, encoder.mlp_layers, strict=True):
+            x = _combine(states, x, attention.attend(x, distance, bias), depth)
+            normalised = F.layer_norm(x, (x.size(-1),), eps=self._model.config.layer_norm_eps)
+            x = _combine(states, x, feed_forward(normalised), depth)
+        return x[:, -1]
+
+
+def _as_attention(module: torch.nn.Module) -> Attention:
+    assert isinstance(module, Attention)
+    return module
+
+
+def _combine(states: list[Tensor], x: Tensor, update: Tensor, depth: list[Tensor] | None) -> Tensor:
+    """The residual connection or, with the weights of all depths, the average over all states so far (DenseFormer)."""
+    if depth is None:
+        return x + update
+    states.append(x + update)
+    weights = depth[len(states) - 2].to(x.dtype)
+    return torch.einsum("m,m...->...", weights, torch.stack(states))
+
+
+class _AttentionCache:
+    """One layer's attention and what it keeps of the tokens read: tensors [B, H, capacity, ...] that double when full.
+
+    The position terms of score(i, j) = q_i.k_j + q_i.key_pos[s] + k_j.query_pos[s] depend on i - j >= 0 through the
+    slot s alone. The second is looked up in a table of the new query, the third in one made when key j was read.
+    """
+
+    def __init__(
+        self, attention: Attention, positions: Tensor | None, config: ModelConfig, rows: int, device: torch.device
+    ) -> None:
+        self._attention, self._config, self._length = attention, config, 0
+        heads, width = config.num_attention_heads, config.head_dim
+        dtype = attention.out_proj.weight.dtype
+        widths = [width, width]
+        self._scale = 1 / math.sqrt(width)
+        if positions is not None:
+            self._scale = 1 / math.sqrt(3 * width)
+            pair = attention.in_proj_qk(positions).unflatten(-1, (2, heads, width))[config.position_bucket_size - 1 :]
+            self._query_pos, self._key_pos = pair.permute(1, 2, 3, 0).unbind()  # [H, d, b]: slots of the past alone
+            self._slots = bucket(
+                torch.arange(config.max_position_embeddings, device=device),
+                config.position_bucket_size,
+                config.max_position_embeddings,
+            )
+            widths.append(config.position_bucket_size)
+        self._kept = [torch.empty(rows, heads, 0, size, dtype=dtype, device=device) for size in widths]
+
+    def attend(self, x: Tensor, distance: Tensor, bias: Tensor) -> Tensor:
+        """Output [B, n, D] for the n newest tokens x [B, n, D]; distance int64 [n, T], bias float [B, 1, n, T]."""
+        attention, config = self._attention, self._config
+        shape, heads = (config.hidden_size,), (config.num_attention_heads, config.head_dim)
+        x = F.layer_norm(x, shape, eps=config.layer_norm_eps)
+        query, key = attention.in_proj_qk(x).unflatten(-1, (2, *heads)).unbind(-3)  # [B, n, H, d]
+        value, gate = attention.value_and_gate(x)
+        value = value.unflatten(-1, heads).transpose(1, 2)
+        if config.position_embedding == "rope":
+            query, key = _rotate(query, key, self._length, config.rope_theta)
+            key, value = self._append(key.transpose(1, 2), value)
+            scores = (query.transpose(1, 2) * self._scale) @ key.transpose(-1, -2)
+        else:
+            query, key = query.transpose(1, 2) * self._scale, key.transpose(1, 2)
+            key, value, from_key = self._append(key, value, key @ (self._query_pos * self._scale))
+            slots = self._slots[distance.clamp(0, config.max_position_embeddings - 1)]  # [n, T]
+            index = slots.expand(query.size(0), heads[0], *slots.shape)
+            scores = query @ key.transpose(-1, -2)
+            scores = scores + (query @ self._key_pos).gather(-1, index)
+            scores = scores + from_key.gather(-1, index.transpose(-1, -2)).transpose(-1, -2)
+        probabilities = (scores.float() + bias).softmax(dim=-1).to(value.dtype)
+        context = (probabilities @ value).transpose(1, 2).flatten(-2)
+        return attention.output(context, gate)
+
+    def keep(self, rows: Tensor) -> None:
+        self._kept = [tensor[rows] for tensor in self._kept]
+
+    def _append(self, *new: Tensor) -> list[Tensor]:
+        """Keep the new tokens' tensors [B, H, n, ...]; return those of all tokens, [B, H, T, ...]."""
+        start, self._length = self._length, self._length + new[0].size(2)
+        capacity = self._kept[0].size(2)
+        if self._length > capacity:
+            more = max(_SMALLEST_CAPACITY, self._length, 2 * capacity) - capacity
+            self._kept = [F.pad(tensor, (0, 0, 0, more)) for tensor in self._kept]
+        for tensor, part in zip(self._kept, new, strict=True):
+            tensor[:, :, start : self._length] = part
+        return [tensor[:, :, : self._length] for tensor in self._kept]
+
+
+def _rotate(query: Tensor, key: Tensor, start: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Query and key [B, n, H, d] turned by their positions start, start + 1, ..., as ops.rope does from 0 on."""
+    length, head_dim = query.shape[1], query.shape[-1]
+    positions = torch.arange(start, start + length, device=query.device, dtype=torch.float64)
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=query.device, dtype=torch.float64) / head_dim)
+    angles = positions[:, None] * frequencies
+    cos, sin = angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
+    return rotate(query, cos, sin), rotate(key, cos, sin)

@@ -1,0 +1,269 @@
+"""Minimal pairs: does the model find the acceptable sentence of two more probable?
+
+Files hold a JSON object a line with `sentence_good` and `sentence_bad`, as BLiMP (Warstadt et al., 2020) and its BabyLM
+supplement do; other fields are kept for grouping. A sentence's score is the sum of its tokens' log-probabilities
+(sentence_scores.py): `causal`, `masked` (each token masked in turn), or `fused`, the mean of both, which is their
+average in log space token by token. A pair is right where the good sentence's score is above the other's, and half
+right where both are equal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+from torch import nn
+
+from evaluation.token_log_probs import (
+    BatchShape,
+    Model,
+    SpecialIds,
+    TokenizedSentences,
+    encode_sentences,
+    sentence_sums,
+    token_scores,
+)
+from training.config import ConfigError
+from training.distributed import World
+
+MODES = ("masked", "causal", "fused")
+PHENOMENON = "linguistics_term"  # BLiMP's name for it
+_SENTENCES = ("sentence_good", "sentence_bad")
+_MOST_VALUES = 24  # a field with more distinct values in a set is an identifier, not a group
+_Z = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two sentences. paradigm: the name of the file. facts: its other fields."""
+
+    paradigm: str
+    good: str
+    bad: str
+    facts: Mapping[str, Any]
+
+    @property
+    def phenomenon(self) -> str:
+        """What BLiMP calls the linguistic phenomenon; the paradigm where a pair does not say."""
+        return str(self.facts.get(PHENOMENON, self.paradigm))
+
+
+@dataclass(frozen=True)
+class PairSet:
+    """The pairs of a file or of a folder of files, such as all of BLiMP."""
+
+    name: str
+    pairs: tuple[Pair, ...]
+
+
+class Accuracy(NamedTuple):
+    """A share in 0..1 with its 95 % interval, and the number of pairs it is of."""
+
+    value: float
+    low: float
+    high: float
+    pairs: int
+
+
+# Reading
+
+
+def read_pair_sets(paths: Sequence[str | Path], flag: str) -> list[PairSet]:
+    """The sets at `paths`: a file is one, and so is every folder with .jsonl files, also inside a given folder.
+
+    flag: named in errors. Raises ConfigError, a sentence with file and line.
+    """
+    sets: list[PairSet] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            folders = sorted({file.parent for file in path.rglob("*.jsonl")})
+            if not folders:
+                raise ConfigError(f"{flag}: folder {path} holds no .jsonl file; give files with sentence pairs")
+            for folder in folders:
+                files = sorted(folder.glob("*.jsonl"))
+                pairs = tuple(pair for file in files for pair in _read_file(file, flag))
+                inside = folder.relative_to(path).as_posix()
+                sets.append(PairSet(path.resolve().name if folder == path else inside, pairs))
+        else:
+            sets.append(PairSet(path.stem, tuple(_read_file(path, flag))))
+    names = [found.name for found in sets]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{flag}: two sets of pairs are called {name!r}; rename one of the files or folders")
+    return sets
+
+
+def _read_file(path: Path, flag: str) -> list[Pair]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ConfigError(f"{flag}: {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{flag}: {path} is not UTF-8 text (byte {error.start})") from None
+    pairs = [_read_pair(line, path, number, flag) for number, line in enumerate(lines, 1) if line.strip()]
+    if not pairs:
+        raise ConfigError(f"{flag}: {path} holds no pair")
+    return pairs
+
+
+def _read_pair(line: str, path: Path, number: int, flag: str) -> Pair:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{flag}: {path}, line {number}: not valid JSON ({error})") from None
+    for key in _SENTENCES:
+        sentence = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(sentence, str) or not sentence.strip():
+            found = f"is {sentence!r}" if isinstance(value, dict) and key in value else "is missing"
+            raise ConfigError(f'{flag}: {path}, line {number}: "{key}" {found}; it must be a sentence')
+        try:
+            sentence.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f'{flag}: {path}, line {number}: "{key}" has half a surrogate pair') from None
+    facts = {key: fact for key, fact in value.items() if key not in _SENTENCES}
+    return Pair(path.stem, value[_SENTENCES[0]], value[_SENTENCES[1]], facts)
+
+
+# Scoring
+
+
+class PairScorer:
+    """Sets of pairs, tokenised once, to be scored by models as often as wanted."""
+
+    def __init__(self, sets: Sequence[PairSet], tokenizer: Tokenizer, special: SpecialIds) -> None:
+        self.sets, self.special = tuple(sets), special
+        texts = [text for each in sets for pair in each.pairs for text in (pair.good, pair.bad)]
+        self.sentences: TokenizedSentences = encode_sentences(tokenizer, texts, special)
+
+    def scores(
+        self,
+        model: Model,
+        modes: Iterable[str],
+        world: World,
+        layout: BatchShape,
+        *,
+        autocast: bool,
+        word_l2r: bool = False,
+        temperatures: tuple[float, ...] = (1.0,),
+        progress: Callable[[int], object] | None = None,
+    ) -> dict[str, list[np.ndarray]]:
+        """For each mode the scores of each set: float64 [K temperatures, pairs, 2], the good sentence first.
+
+        The arguments are those of `token_scores`; all ranks take part and get the result.
+        """
+        sums: dict[str, np.ndarray] = {}
+        for name in objectives(modes):
+            by_token = token_scores(
+                model, self.sentences, self.special, world, layout, causal=name == "causal", autocast=autocast,
+                word_l2r=word_l2r, temperatures=temperatures, progress=progress,
+            )  # fmt: skip
+            sums[name] = sentence_sums(self.sentences, by_token)
+        if "fused" in modes:
+            sums["fused"] = (sums["masked"] + sums["causal"]) / 2
+        ends = np.cumsum([len(each.pairs) for each in self.sets])[:-1]
+        return {mode: np.split(sums[mode].reshape(len(temperatures), -1, 2), ends, axis=1) for mode in modes}
+
+
+def objectives(modes: Iterable[str]) -> list[str]:
+    """The objectives whose scores `modes` need."""
+    wanted = {part for mode in modes for part in (("masked", "causal") if mode == "fused" else (mode,))}
+    return [name for name in MODES if name in wanted]
+
+
+def chosen_modes(mode: str) -> tuple[str, ...]:
+    """The modes of a flag's value, which may be "all"."""
+    return MODES if mode == "all" else (mode,)
+
+
+# Results
+
+
+def rightness(scores: np.ndarray) -> np.ndarray:
+    """1.0 where the good sentence of a pair has the higher score, 0.5 where both have the same; [..., 2] -> [...]."""
+    good, bad = scores[..., 0], scores[..., 1]
+    return (good > bad) + 0.5 * (good == bad)
+
+
+def share(right: np.ndarray) -> Accuracy:
+    """Share of right ones in [n], each 0 to 1, with Wilson's (1927) score interval, which also holds near 0 and 1."""
+    n, p = len(right), float(right.mean())
+    centre, scale = (p + _Z**2 / (2 * n)) / (1 + _Z**2 / n), _Z / (1 + _Z**2 / n)
+    half = scale * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2))
+    return Accuracy(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)), n)
+
+
+def mean_share(shares: Sequence[Accuracy]) -> Accuracy:
+    """Mean of independent shares; its interval is recovered from theirs (MOVER: Zou and Donner, 2008)."""
+    k, p = len(shares), sum(s.value for s in shares) / len(shares)
+    below = math.sqrt(sum((s.value - s.low) ** 2 for s in shares)) / k
+    above = math.sqrt(sum((s.high - s.value) ** 2 for s in shares)) / k
+    return Accuracy(p, max(0.0, p - below), min(1.0, p + above), sum(s.pairs for s in shares))
+
+
+def by_group(names: Sequence[str], right: np.ndarray) -> dict[str, Accuracy]:
+    """The share of right pairs ([n], each 0 to 1) under each of names [n], in order of first appearance."""
+    members: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        members.setdefault(name, []).append(index)
+    return {name: share(right[index]) for name, index in members.items()}
+
+
+def mean_of_paradigms(pairs: Sequence[Pair], right: np.ndarray) -> Accuracy:
+    """The headline number of BLiMP: every file weighs the same."""
+    return mean_share(list(by_group([pair.paradigm for pair in pairs], right).values()))
+
+
+def grouping_fields(pairs: Sequence[Pair]) -> list[str]:
+    """Fields that put pairs into groups: text or yes/no, a few values, and other groups than the files."""
+    fields = list(dict.fromkeys(key for pair in pairs for key in pair.facts))
+    found = []
+    for field in fields:
+        having = [pair for pair in pairs if field in pair.facts]
+        if not all(isinstance(pair.facts[field], str | bool) for pair in having):
+            continue
+        values = {pair.facts[field] for pair in having}
+        splits = len({(pair.facts[field], pair.paradigm) for pair in having}) > len({p.paradigm for p in having})
+        joins = len(values) < len({pair.paradigm for pair in having})
+        if 1 < len(values) <= min(_MOST_VALUES, len(having) // 2) and (splits or joins):
+            found.append(field)
+    return found
+
+
+# During training
+
+
+def evaluate_pairs(
+    model: nn.Module, scorer: PairScorer, world: World, layout: BatchShape, mode: str, autocast: bool
+) -> dict[str, float]:
+    """Metrics `eval/MODE/SET` (mean of the set's files) and `eval/MODE/SET/PHENOMENON`, shares of pairs in 0..1.
+
+    mode: one of MODES or "all". All ranks take part. The model's mode (training or not) is restored.
+    """
+    was_training = model.training
+    model.eval()
+    modes, metrics = chosen_modes(mode), {}
+    scores = scorer.scores(model, modes, world, layout, autocast=autocast)
+    model.train(was_training)
+    for name in modes:
+        for each, values in zip(scorer.sets, scores[name], strict=True):
+            right = rightness(values[0])
+            metrics[f"eval/{name}/{each.name}"] = mean_of_paradigms(each.pairs, right).value
+            groups = by_group([pair.phenomenon for pair in each.pairs], right)
+            metrics |= {f"eval/{name}/{each.name}/{group}": found.value for group, found in groups.items()}
+    return metrics
+
+
+def pairs_line(metrics: Mapping[str, Any], scorer: PairScorer) -> str:
+    """What the console says of `evaluate_pairs`' metrics, which hold `step` too."""
+    parts = []
+    for each in scorer.sets:
+        values = [(mode, metrics.get(f"eval/{mode}/{each.name}")) for mode in MODES]
+        shown = ", ".join(f"{mode} {100 * value:.1f} %" for mode, value in values if value is not None)
+        parts.append(f"{each.name} {shown}")
+    return f"step {metrics['step']:>6}  minimal pairs (EMA): {'; '.join(parts)}"

@@ -1,0 +1,308 @@
+"""The residual stream as CUDA kernels, forward and backward: the fast twin of ops/residual.py.
+
+One kernel between two sublayers does dropout, residual sum, weighted sum over depth and layer norm, reading each state
+once (ops/cuda/residual_stream.cu, compiled at run time by NVRTC, see ops/nvrtc.py). The stream is float32, as under
+autocast without these kernels; states, updates and what sublayers read are bfloat16. Deterministic, and nothing waits
+for the device, except the first call for a width and depth, which compiles or loads.
+
+Backwards, with the names of ops/depth_average.py, h_m has the gradient sum_{k >= m-1} alpha_k[m] dx_{k+1}. All these dx
+are known once the backward pass reaches sublayer m - 1, since each later x depends on the ones before. So the kernel of
+sublayer k keeps dx_{k+1}, and sums those from k on once, in registers, rather than add each dx to the gradients of all
+states before it. What alphas need, the products of all dx with all h, is one small matrix product at the end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops import nvrtc
+from ops.depth_average import refuse_second_derivative
+from ops.dropout import DropoutStates, keep_scale, kept_from
+from ops.nvrtc import Module, aligned, switched_off
+
+SWITCH = "HYBRID_FUSED_RESIDUAL"
+_SOURCE = Path(__file__).parent / "cuda" / "residual_stream.cu"
+_MAX_STATES = 64
+_THREADS = 64  # of a block; a warp does a token
+_PRODUCT_THREADS, _PRODUCT_WARPS = 256, 8
+_MAX_WIDTH = 2048
+_MAX_GROUP = 4  # sums over depth that a kernel can compute together
+
+
+class FusedResidualStream:
+    """As ops.residual.ResidualStream, for embeddings where `wanted` says so."""
+
+    def __init__(self, embeddings: Tensor, eps: float, sublayers: int, alphas: Sequence[Tensor] | None = None) -> None:
+        """sublayers: how many will follow. The rest as in ResidualStream."""
+        self._history = _History(embeddings, eps, sublayers, alphas)
+        self._sublayer = 0
+        self.x, self._normalised = _Begin.apply(self._history, embeddings, *(alphas or ()))
+
+    def normalised(self) -> Tensor:
+        """Layer norm of x without weights, bfloat16 [B, T, D]; not defined after the last sublayer."""
+        return self._normalised
+
+    def add(self, update: Tensor, p: float, states: DropoutStates | None, site: int) -> None:
+        """As in ResidualStream."""
+        drops = None if states is None or p == 0 else (states.tokens, states.columns, p, site)
+        self.x, self._normalised = _Next.apply(self._history, self._sublayer, drops, self.x, update)
+        self._sublayer += 1
+
+
+def wanted(embeddings: Tensor, sublayers: int) -> bool:
+    """Whether a model should use the kernels for embeddings [B, T, D]: in bf16 autocast on CUDA, not while compiling.
+
+    HYBRID_FUSED_RESIDUAL=0 in the environment makes models use the twin, for comparing and debugging.
+    """
+    device = embeddings.device
+    if device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
+        return False
+    if torch.get_autocast_dtype("cuda") != torch.bfloat16 or switched_off(SWITCH):
+        return False
+    return _traced() if torch.compiler.is_compiling() else available(device, embeddings.size(-1), sublayers)
+
+
+@torch.compiler.assume_constant_result  # runs while torch.compile traces, as nothing else there does
+def _traced() -> bool:
+    """Say that none of a model's kernels are used when it is compiled as a whole. Always False."""
+    warnings.warn(
+        "torch.compile over the whole model leaves out the CUDA kernels for attention, residual stream and norms and "
+        "is several times slower; use training.compiling.compile_layers(model) instead",
+        stacklevel=2,
+    )
+    return False
+
+
+def obstacle(device: torch.device, width: int, sublayers: int) -> str:
+    """Why a device cannot run the kernels for these sizes; "" where it can. Compiles nothing."""
+    if problem := nvrtc.obstacle(device):
+        return problem
+    if width % 128 or width > _MAX_WIDTH:
+        return f"hidden_size is {width} and not a multiple of 128 up to {_MAX_WIDTH}"
+    if sublayers >= _MAX_STATES:
+        return f"num_hidden_layers is {sublayers // 2}, above {(_MAX_STATES - 1) // 2}"
+    return ""
+
+
+@cache
+def available(device: torch.device, width: int, sublayers: int) -> bool:
+    """Whether the kernels run there: no obstacle, compiled and loaded.
+
+    Warns where they should run but cannot be compiled or loaded.
+    """
+    consequence = "the residual stream runs without its CUDA kernels, slower"
+    return not obstacle(device, width, sublayers) and nvrtc.loads(
+        lambda: _module(nvrtc.number_of(device), width, sublayers), consequence
+    )
+
+
+@cache
+def _module(device: int, width: int, sublayers: int) -> Module:
+    defined = {"WIDTH": width, "SUBLAYERS": sublayers, "GROUP": _group(width), "THREADS": _THREADS}
+    return Module(_SOURCE, [f"-D{name}={value}" for name, value in defined.items()], device)
+
+
+def _group(width: int) -> int:
+    """How many sums over depth are computed together at times: what was fastest, where registers suffice."""
+    return 3 if width <= 1024 else 1
+
+
+class _History:
+    """What the steps of one forward pass share. Plain tensors, so that nothing here keeps alive the graph that refers
+    to it: states h_m, and during a backward pass the gradients dx_{k+1}; bfloat16 [B, T, D] each."""
+
+    def __init__(self, embeddings: Tensor, eps: float, sublayers: int, alphas: Sequence[Tensor] | None) -> None:
+        self.shape, self.eps, self.sublayers, self.group = embeddings.shape, eps, sublayers, _group(embeddings.size(-1))
+        self.alphas = None if alphas is None else torch.cat([alpha.detach().float() for alpha in alphas])
+        self.states: list[Tensor] = []
+        self.gradients: list[Tensor | None] = [None] * sublayers
+        # Sums over depth that were begun for the steps to come, and how many states, or from which gradient on, they
+        # hold.
+        self.begun: list[Tensor] = []
+        self.held = 0
+
+    def call(self, device: torch.device, sublayer: int, drops: _Drops | None) -> _Call:
+        call = _Call(device, self.shape[-1], self.sublayers)
+        call.set(alphas=self.alphas, n_tokens=self.shape[:-1].numel(), sublayer=sublayer, eps=self.eps)
+        if drops is not None:
+            tokens, columns, p, site = drops
+            call.set(tokens=tokens, columns=columns, threshold=kept_from(p), keep_scale=keep_scale(p), site=site)
+        return call
+
+    def advance(
+        self, sublayer: int, drops: _Drops | None, x: Tensor, update: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """New stream, its layer norm, and 1 / its standard deviation [B, T] (both None after the last sublayer)."""
+        call, name = self.call(x.device, sublayer, drops), "residual_forward"
+        call.set(x=x, update=update)
+        if self.alphas is not None:
+            first = self.held if self.begun else 0
+            call.set_list("states", self.states[first:])
+            call.set(begun=self.begun.pop(0) if self.begun else None, first=first, count=len(self.states) - first)
+            self.states.append(x.new_empty(self.shape, dtype=torch.bfloat16))
+            call.set(state=self.states[-1])
+            if sublayer > 0 and sublayer % self.group == 0 and self.group > 1:
+                name = self.begin_ahead(call, name, x, min(self.group, self.sublayers - sublayer) - 1, len(self.states))
+        out = x if update is None else torch.empty_like(x)
+        normalised = deviation = None
+        if sublayer < self.sublayers - 1:
+            normalised = x.new_empty(self.shape, dtype=torch.bfloat16)
+            deviation = x.new_empty(self.shape[:-1])
+        call.set(out=None if update is None else out, normalised=normalised, deviation=deviation)
+        call.launch(name, -(-self.shape[:-1].numel() // (_THREADS // 32)), _THREADS)
+        return out, normalised, deviation
+
+    def begin_ahead(self, call: _Call, name: str, like: Tensor, steps: int, held: int) -> str:
+        """Let a kernel also begin the sums of the next `steps` steps; returns the kernel's name that can."""
+        if steps > 0:
+            self.begun, self.held = [torch.empty_like(like) for _ in range(steps)], held
+            call.set_list("ahead", self.begun)
+            call.set(n_ahead=steps)
+        return f"{name}_ahead" if steps > 0 else name
+
+    def retreat(
+        self,
+        sublayer: int,
+        drops: _Drops | None,
+        gradients: tuple[Tensor | None, Tensor | None],
+        saved: tuple[Tensor | None, Tensor | None],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of x and of the update from those of the new stream and its layer norm, and what was saved."""
+        like = next(gradient for gradient in gradients if gradient is not None)
+        dx = torch.empty(self.shape, dtype=torch.float32, device=like.device)
+        call, name = self.call(like.device, sublayer, drops), "residual_backward"
+        if gradients[0] is not None:
+            call.set(x=aligned(gradients[0].float()))
+        if gradients[1] is not None:
+            dnormalised = aligned(gradients[1].to(torch.bfloat16))
+            call.set(dnormalised=dnormalised, normalised=saved[0], deviation=saved[1])
+        dupdate = None
+        if self.alphas is not None:
+            passed = self.sublayers - 1 - sublayer
+            if passed == 0:
+                self.begun = []  # of a backward pass that ended early
+            later = self.gradients[sublayer + 1 : self.held if self.begun else None]
+            call.set_list("gradients", later)
+            call.set(begun=self.begun.pop(0) if self.begun else None, first=sublayer + 1, count=len(later))
+            if passed > 0 and passed % self.group == 0 and self.group > 1:
+                name = self.begin_ahead(call, name, dx, min(self.group - 1, sublayer + 1), sublayer)
+        if sublayer >= 0:
+            dupdate = torch.empty(self.shape, dtype=torch.bfloat16, device=like.device)
+            if self.alphas is not None:
+                self.gradients[sublayer] = torch.empty_like(dupdate)
+                call.set(state=self.gradients[sublayer])
+        call.set(out=dx, dupdate=dupdate)
+        call.launch(name, -(-self.shape[:-1].numel() // (_THREADS // 32)), _THREADS)
+        return dx, dupdate
+
+    def products(self, device: torch.device) -> list[Tensor]:
+        """Gradients of all alphas: <dx_{k+1}, h_m> for m <= k + 1, float32 [k + 2] for each sublayer k."""
+        call = self.call(device, -1, None)
+        blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        rows, columns = -(-self.sublayers // 16) * 16, -(-(self.sublayers + 1) // 8) * 8
+        parts = torch.empty(blocks * _PRODUCT_WARPS, rows, columns, device=device)
+        call.set_list("states", self.states)
+        call.set_list("gradients", self.gradients)
+        call.set(products=parts)
+        call.launch("residual_products", blocks, _PRODUCT_THREADS)
+        return [row[: k + 2] for k, row in enumerate(parts.sum(0)[: self.sublayers].unbind())]
+
+
+_Drops = tuple[Tensor, Tensor, float, int]  # states of tokens, keys of columns, probability, site
+
+
+class _Begin(torch.autograd.Function):
+    """Embeddings -> the stream's first value and its layer norm. The last of a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, history: _History, embeddings: Tensor, *alphas: Tensor) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        x, normalised, deviation = history.advance(-1, None, aligned(embeddings.float()), None)
+        ctx.history, ctx.dtype = history, embeddings.dtype
+        ctx.save_for_backward(normalised, deviation)
+        return x.view_as(x), normalised
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        history = ctx.history
+        gradient, _ = history.retreat(-1, None, gradients, ctx.saved_tensors)
+        of_alphas: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
+        if any(ctx.needs_input_grad[2:]):
+            of_alphas = [*history.products(gradient.device)]
+        history.gradients = [None] * history.sublayers
+        return None, gradient.to(ctx.dtype), *of_alphas
+
+
+class _Next(torch.autograd.Function):
+    """The stream and a sublayer's output -> the stream's next value and its layer norm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, history: _History, sublayer: int, drops: _Drops | None, x: Tensor, update: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        out, normalised, deviation = history.advance(sublayer, drops, x, aligned(update.to(torch.bfloat16)))
+        ctx.history, ctx.sublayer, ctx.drops, ctx.dtype = history, sublayer, drops, update.dtype
+        ctx.save_for_backward(normalised, deviation)
+        return out, normalised
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        dx, dupdate = ctx.history.retreat(ctx.sublayer, ctx.drops, gradients, ctx.saved_tensors)
+        assert dupdate is not None
+        return None, None, None, dx, dupdate.to(ctx.dtype)
+
+
+# Arguments and launches. Field by field what `struct Params` in the source is.
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("x", "update", "tokens", "columns", "alphas", "state", "out")]
+        + [(name, ctypes.c_void_p) for name in ("normalised", "deviation", "dnormalised", "dupdate", "products")]
+        + [(name, ctypes.c_void_p * _MAX_STATES) for name in ("states", "gradients")]
+        + [("begun", ctypes.c_void_p), ("ahead", ctypes.c_void_p * (_MAX_GROUP - 1)), ("n_tokens", ctypes.c_int64)]
+        + [(name, ctypes.c_int32) for name in ("sublayer", "first", "count", "n_ahead", "site", "threshold")]
+        + [("keep_scale", ctypes.c_float), ("eps", ctypes.c_float)]
+    )
+
+
+class _Call:
+    """A `Params`, the tensors that it points to, and a launch with it on the current stream."""
+
+    def __init__(self, device: torch.device, width: int, sublayers: int) -> None:
+        self._device, self._params = device, _Params()
+        self._module = _module(device.index, width, sublayers)
+        self._kept: list[Tensor] = []  # alive until the launch is queued; the caching allocator orders the rest
+
+    def set(self, **values: Tensor | int | float | None) -> None:
+        """Set fields; tensors by their address, None as a null pointer."""
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                self._kept.append(value)
+                value = value.data_ptr()
+            setattr(self._params, name, value)
+
+    def set_list(self, name: str, tensors: Sequence[Tensor | None]) -> None:
+        """Set a field that is a list of addresses."""
+        addresses = getattr(self._params, name)
+        for place, tensor in enumerate(tensors):
+            assert tensor is not None
+            addresses[place] = tensor.data_ptr()
+
+    def launch(self, name: str, blocks: int, threads: int) -> None:
+        """Queue a kernel on the current stream of the tensors' device."""
+        if self._params.n_tokens:
+            with torch.cuda.device(self._device):
+                stream = torch.cuda.current_stream().cuda_stream
+                self._module.launch(name, blocks, threads, self._params, stream)

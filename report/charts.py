@@ -1,0 +1,196 @@
+"""Which charts a report has and which lines they hold, as JSON for the page's script to draw.
+
+A line is {run, kind, colour, label, s, y}: steps and values. kind: "raw", "smooth" (its trend), "valid" (points on a
+thin line), "ema" (hollow points, dashed), "line" or "stepped". colour: the name of a colour of the page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from report.plot import Run
+from report.runs import RunRecord, as_share, downsample, pair_series, rounded, smoothed
+
+Chart = dict[str, Any]
+RUN_COLOURS = 6  # in the page's palette; after the last they start again
+_OBJECTIVES = ("masked", "causal")
+_MODE_COLOURS = {"masked": "masked", "causal": "causal", "fused": "fused"}
+_MOST_TICKS = 5  # values of a stepped schedule that are marked one by one
+
+
+def run_colour(number: int) -> str:
+    """The colour of the run of this number."""
+    return f"run{number % RUN_COLOURS}"
+
+
+def axes_of(record: RunRecord) -> dict[str, list[float]]:
+    """Steps of a run, and the tokens and hours at them, for the page to place steps on any axis.
+
+    "tokens" or "hours" is left out where the run did not record what it needs.
+    """
+    steps = np.array(sorted({step for values in record.run.series.values() for step in values}), dtype=np.float64)
+    if len(steps) > 1000:
+        steps = steps[np.unique(np.linspace(0, len(steps) - 1, 1000).astype(int))]
+    found = {"s": rounded(steps, 12)}
+    for name, values in (("tokens", record.run.series.get("stats/tokens", {})), ("hours", record.hours)):
+        if values:
+            known = np.array(sorted(values.items()), dtype=np.float64)
+            found[name] = rounded(np.interp(steps, known[:, 0], known[:, 1]), 7)
+    return found
+
+
+def _line(run: Run, number: int, key: str, kind: str, colour: str, label: str, scale: float = 1.0) -> dict[str, Any]:
+    """One line of a chart; without points where the run has no such metric."""
+    x, y = run.points(key, "step")
+    x, y = smoothed(x, y) if kind == "smooth" else (x, y)
+    x, y = downsample(x, y * scale)
+    return {"run": number, "kind": kind, "colour": colour, "label": label, "s": rounded(x, 9), "y": rounded(y)}
+
+
+def _chart(name: str, title: str, lines: Iterable[dict[str, Any]], **options: Any) -> list[Chart]:
+    """A chart as a list of one, or of none where it has no points."""
+    lines = [line for line in lines if line["s"]]
+    return [{"id": name, "title": title, "lines": lines, **options}] if lines else []
+
+
+def _noisy(runs: list[Run], key: str, colour: str | None = None, label: str = "training") -> list[dict[str, Any]]:
+    """A measured series of every run, smoothed, and raw too for up to two runs."""
+    lines, kinds = [], ("raw", "smooth") if len(runs) <= 2 else ("smooth",)
+    for number, run in enumerate(runs):
+        hue = colour if colour and len(runs) == 1 else run_colour(number)
+        lines += [_line(run, number, key, kind, hue, label) for kind in kinds]
+    return lines
+
+
+def objectives(runs: list[Run]) -> list[str]:
+    """The objectives with a loss in any run, masked and causal first."""
+    keys = {key for run in runs for key in run.series}
+    found = {match.group(1) for key in keys if (match := re.fullmatch(r"(?:train|valid)/(?:ema_)?(\w+)_loss", key))}
+    found -= {"z"}
+    return [o for o in _OBJECTIVES if o in found] + sorted(found - set(_OBJECTIVES))
+
+
+def objective_charts(runs: list[Run], measure: str, title: str, **options: Any) -> list[Chart]:
+    """A chart per objective of `measure` ("loss", "accuracy"): training, validation and validation of the EMA."""
+    charts = []
+    for objective in objectives(runs):
+        colour = objective if objective in _OBJECTIVES else "fused"
+        lines = _noisy(runs, f"train/{objective}_{measure}", colour)
+        for number, run in enumerate(runs):
+            hue = colour if len(runs) == 1 else run_colour(number)
+            lines.append(_line(run, number, f"valid/{objective}_{measure}", "valid", hue, "validation"))
+            lines.append(_line(run, number, f"valid/ema_{objective}_{measure}", "ema", hue, "validation, EMA"))
+        charts += _chart(f"{objective}_{measure}", f"{objective.capitalize()} {title}", lines, **options)
+    if not charts:
+        charts = _chart(measure, title.capitalize(), _noisy(runs, f"train/{measure}"), **options)
+    return charts
+
+
+def pair_names(records: list[RunRecord]) -> tuple[list[str], list[str]]:
+    """Modes and names of minimal-pair scores in any run; each set comes before its phenomena."""
+    found = {pair for record in records for pair in (*pair_series(record.run), *record.pairs)}
+    order = [*_MODE_COLOURS]
+    modes = sorted({mode for mode, _ in found}, key=lambda m: (order.index(m) if m in order else len(order), m))
+    return modes, sorted({name for _, name in found})
+
+
+def is_set(name: str) -> bool:
+    """Whether a name stands for a whole set of pairs rather than for one of its phenomena."""
+    return "/" not in name
+
+
+def spoken(name: str) -> str:
+    """The last part of a name as words."""
+    return name.rsplit("/", 1)[-1].replace("_", " ")
+
+
+def pair_charts(records: list[RunRecord]) -> list[Chart]:
+    """A chart per name of what was scored during training; modes by colour in one run, by dashes in several."""
+    modes, names = pair_names(records)
+    keys = {key for record in records for key in pair_series(record.run).values()}
+    values = [as_share(v) for record in records for key in keys for v in record.run.series.get(key, {}).values()]
+    lowest = min(values, default=0.0)  # without values (scored by evaluation/minimal_pairs.py alone) nothing is drawn
+    charts: list[Chart] = []
+    for name in names:
+        lines = []
+        for number, record in enumerate(records):
+            series = pair_series(record.run)
+            for place, mode in enumerate(modes):
+                if (mode, name) not in series:
+                    continue
+                key = series[mode, name]
+                scale = 0.01 if max(record.run.series[key].values()) > 1.5 else 1.0  # as data's as_share
+                hue = _MODE_COLOURS.get(mode, run_colour(place)) if len(records) == 1 else run_colour(number)
+                line = _line(record.run, number, key, "valid", hue, mode, scale)
+                lines.append({**line, "dash": place if len(records) > 1 else 0})
+        options = {"format": "percent", "reference": 0.5, "small": not is_set(name), "set": name.split("/")[0]}
+        charts += _chart(f"pairs_{len(charts)}", spoken(name), lines, **options, range=[lowest, 1.0])
+    return charts
+
+
+def schedule_charts(runs: list[Run]) -> list[Chart]:
+    """Learning rate, row length, rows per step, mask rate and share of masked rows, as they were applied."""
+    shown = (
+        ("stats/learning_rate", "Learning rate", "line"),
+        ("stats/seq_length", "Row length (tokens)", "stepped"),
+        ("stats/global_batch_size", "Batch size (rows per step)", "stepped"),
+        ("stats/mask_p", "Mask rate", "line"),
+    )
+    charts = []
+    for key, title, kind in shown:
+        lines = [_line(run, n, key, kind, run_colour(n) if len(runs) > 1 else "ink", "") for n, run in enumerate(runs)]
+        options: dict[str, Any] = {"format": "percent"} if key == "stats/mask_p" else {}
+        values = sorted({value for line in lines for value in line["y"]})
+        if kind == "stepped" and len(values) <= _MOST_TICKS:
+            options["ticks"] = values
+        charts += _chart(key.removeprefix("stats/"), title, lines, zero=True, small=True, **options)
+    return charts
+
+
+def speed_charts(runs: list[Run]) -> list[Chart]:
+    """Throughput, share of the device's peak, memory, and waiting for data."""
+    single = "ink" if len(runs) == 1 else None
+    shown = (
+        ("stats/tokens_per_second", "Throughput (tokens per second)", {"zero": True}),
+        ("stats/mfu", "Model FLOPs utilisation", {"zero": True, "format": "percent"}),
+        ("stats/loader_wait_seconds", "Waiting for data (seconds a step)", {"zero": True}),
+    )
+    charts = []
+    for key, title, options in shown:
+        lines = _noisy(runs, key, single, "measured")
+        charts += _chart(key.removeprefix("stats/"), title, lines, small=True, **options)
+    memory = [_line(run, n, "stats/peak_memory_gib", "line", single or run_colour(n), "") for n, run in enumerate(runs)]
+    return charts + _chart("peak_memory_gib", "Peak device memory (GiB)", memory, small=True, zero=True)
+
+
+def stability_charts(runs: list[Run]) -> list[Chart]:
+    """Gradient norm and z-loss, and where one run is shown the norms by part of the model."""
+    single = "ink" if len(runs) == 1 else None
+    charts = _chart("grad_norm", "Gradient norm before clipping", _noisy(runs, "stats/grad_norm", single), small=True)
+    charts += _chart("z_loss", "Squared log-partition (z-loss)", _noisy(runs, "train/z_loss", single), small=True)
+    if len(runs) == 1:
+        for kind, title in (("grad_norm", "Gradient norm by part"), ("parameter_norm", "Parameter norm by part")):
+            keys = sorted(key for key in runs[0].series if key.startswith(f"stats/{kind}/"))
+            lines = [
+                _line(runs[0], 0, key, "line", run_colour(place), key.rsplit("/", 1)[-1])
+                for place, key in enumerate(keys)
+            ]
+            charts += _chart(f"{kind}_roles", title, lines, small=True, legend=True, log=True)
+    return charts
+
+
+def sections(records: list[RunRecord]) -> dict[str, list[Chart]]:
+    """The charts of a report by section; a section may be empty."""
+    runs = [record.run for record in records]
+    return {
+        "loss": objective_charts(runs, "loss", "loss", format="loss", unit="nats per target"),
+        "accuracy": objective_charts(runs, "accuracy", "accuracy", format="percent", small=True),
+        "pairs": pair_charts(records),
+        "schedules": schedule_charts(runs),
+        "speed": speed_charts(runs),
+        "stability": stability_charts(runs),
+    }

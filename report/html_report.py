@@ -1,0 +1,189 @@
+"""Show one or several runs as one HTML page that needs no network: losses, scores, schedules, speed, restarts, samples.
+
+    python -m report.html_report RUN... [-o report.html] [--samples] [--watch]
+
+RUN is a run folder or a metrics.jsonl file, finished or still training. The page follows the reader's light or dark
+setting and reads on a phone. With --watch it is written anew as metrics arrive, and an open page follows by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+if __package__ in (None, ""):  # run as a file: the other modules of training/ must not hide packages
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from data.atomic_io import write_atomically
+from report.page import page
+from report.plot import PlotError
+from report.runs import RunRecord, folder_of, read_records
+
+_WATCHED = ("metrics.jsonl", "status.json", "config.json", "attempts.jsonl", "samples.jsonl")
+_LARGEST_SHARE = 0.1  # of the time that --watch spends writing pages
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one clear sentence per error and no guessing of abbreviated flags."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see --help)\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code (0 written, 2 with one sentence on stderr where nothing could be)."""
+    options = parse_arguments(arguments)
+    output = Path(options.output) if options.output else default_output(options.runs)
+    try:
+        check(options, output)
+        if options.watch:
+            return watch(options.runs, output, options.interval)
+        if options.samples:
+            from evaluation.samples import write_samples
+
+            for run in options.runs:
+                print(f"sample completions of {run} ...", file=sys.stderr, flush=True)
+                write_samples(folder_of(run), options.prompt, options.gap, options.device)
+        write(read_records(options.runs), output)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except PlotError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or output}: {error.strerror}", file=sys.stderr)
+        return 2
+    print(output)
+    return 0
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m report.html_report",
+        description="Show one or several runs as one HTML page that needs no network.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="a run folder or a metrics.jsonl file; several are compared"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE.html",
+        help="where to write the page (default: RUN/report.html for one run, report.html here for several)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="write the page anew as metrics arrive, until all runs are finished or Ctrl-C",
+    )
+    parser.add_argument(
+        "--interval", type=float, default=10.0, metavar="SECONDS",
+        help="with --watch: least time between two pages (default: 10)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--samples",
+        action="store_true",
+        help="let the newest checkpoint's averaged weights continue texts and fill gaps first (takes a while)",
+    )
+    parser.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT",
+        help="with --samples: text to continue; may be given several times (default: beginnings of held-out documents)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gap", action="append", default=[], metavar="TEXT",
+        help="with --samples: text with <mask> where tokens are missing (default: held-out documents)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="with --samples: where the model runs; auto: CUDA where there is a GPU (default: auto)",
+    )
+    return parser.parse_args(arguments)
+
+
+def default_output(runs: list[str]) -> Path:
+    return Path("report.html") if len(runs) > 1 else folder_of(runs[0]) / "report.html"
+
+
+def check(options: argparse.Namespace, output: Path) -> None:
+    """Refuse what cannot work before anything is read. Raises PlotError."""
+    if output.is_dir():
+        raise PlotError(f"--output {output} is a folder: name a file in it, such as {output / 'report.html'}.")
+    if not output.parent.is_dir():
+        raise PlotError(f"--output {output}: there is no folder {output.parent}; make it first.")
+    if not options.interval > 0:
+        raise PlotError(f"--interval is {options.interval:g}: give a number of seconds above 0.")
+    if (options.prompt or options.gap) and not options.samples:
+        raise PlotError(f"{'--prompt' if options.prompt else '--gap'} is used with --samples only: add --samples.")
+    if options.watch and options.samples:
+        raise PlotError("--samples and --watch exclude each other: run once with --samples, then with --watch.")
+    for gap in options.gap:
+        if "<mask>" not in gap:
+            raise PlotError(f"--gap {gap!r} has no <mask>: write <mask> where the model shall fill in a token.")
+
+
+def write(records: list[RunRecord], output: Path, refresh: float = 0.0) -> None:
+    """Write the page, which appears complete or not at all. Raises OSError."""
+    for gap in (gap for record in records for gap in record.run.gaps):
+        print(gap, file=sys.stderr)
+    write_atomically(output, page(records, refresh).encode(errors="replace"))  # half a surrogate pair is no text
+
+
+def watch(runs: list[str], output: Path, interval: float) -> int:
+    """Keep the page up to date until every run is finished, or Ctrl-C; the last page no longer reloads itself."""
+    print(f"{output} follows {', '.join(runs)}; Ctrl-C ends", flush=True)
+    seen, took = None, 0.0
+    try:
+        while True:
+            now = _marks(runs)
+            if now != seen:
+                began = time.monotonic()
+                records = _patiently(runs)
+                if records and all(record.state == "finished" for record in records):
+                    write(records, output)
+                    print(f"{output}: all runs are finished", flush=True)
+                    return 0
+                if records:
+                    write(records, output, refresh=interval)
+                    seen = now
+                took = time.monotonic() - began
+            time.sleep(max(interval, took / _LARGEST_SHARE))
+    except KeyboardInterrupt:
+        if seen is not None:
+            write(read_records(runs), output)
+        print(f"\n{output}", file=sys.stderr)
+        return 0
+
+
+def _marks(runs: list[str]) -> list[tuple[int, int, int] | None]:
+    """What changes when any file of the runs does."""
+    found: list[tuple[int, int, int] | None] = []
+    for run in runs:
+        for name in _WATCHED:
+            path = folder_of(run) / name
+            try:
+                stat = os.stat(path)
+                found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+            except OSError:
+                found.append(None)
+    return found
+
+
+def _patiently(runs: list[str]) -> list[RunRecord]:
+    """The runs; [] while one that exists has no metrics yet. Raises PlotError for what is no run."""
+    for run in runs:
+        if not Path(run).exists():
+            raise PlotError(f"{run} is no run: name a folder with a metrics.jsonl file in it, or such a file.")
+    try:
+        return read_records(runs)
+    except PlotError:
+        return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,408 @@
+"""A report as one HTML page: everything inline, nothing fetched, forbidden to fetch by its own content policy."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from report.charts import Chart, axes_of, is_set, pair_names, run_colour, sections, spoken
+from report.plot import short_number
+from report.runs import RunRecord
+from report.tables import MISSING, configuration, environment, restarts, samples, table
+
+_ASSETS = Path(__file__).resolve().parent / "assets"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_ICON = (
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 32 32'%3E%3Crect width='32' height='32' "
+    "rx='7' fill='%230067b1'/%3E%3Cpath d='M6 8c4 12 10 16 20 16' fill='none' stroke='white' stroke-width='3.4' "
+    "stroke-linecap='round'/%3E%3C/svg%3E"
+)
+_MOST_COLUMNS = 6  # of figures side by side
+_OPEN_CHARTS = 24  # of minimal pairs by phenomenon; more of them start folded
+_BARS = 4  # columns of scores beside which there is room for a bar each
+_STATES = {
+    "running": "running",
+    "finished": "finished",
+    "stopped": "stopped",
+    "requeued": "requeued",
+    "requeue_wanted": "requeued",
+    "failed": "failed",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the summary: what it is, its value as text, and a remark in small print."""
+
+    name: str
+    value: str
+    remark: str = ""
+    best: bool = False
+
+
+def page(records: list[RunRecord], refresh: float = 0.0) -> str:
+    """The whole page. refresh: seconds after which an open page loads itself anew, 0 for never."""
+    charts = sections(records)
+    parts = [
+        ("loss", "Loss", chart_section(charts["loss"], records, _loss_key(records))),
+        ("accuracy", "Accuracy", chart_section(charts["accuracy"], records)),
+        ("pairs", "Minimal pairs", pair_section(charts["pairs"], records)),
+        ("samples", "Samples", guarded(samples, records)),
+        ("schedules", "Schedules", chart_section(charts["schedules"], records)),
+        ("speed", "Speed and memory", chart_section(charts["speed"], records)),
+        ("stability", "Stability", chart_section(charts["stability"], records)),
+        ("restarts", "Restarts", guarded(restarts, records)),
+        ("configuration", "Configuration", guarded(configuration, records)),
+        ("environment", "Environment", guarded(environment, records)),
+    ]
+    parts = [(name, title, content) for name, title, content in parts if content]
+    title = records[0].name if len(records) == 1 else f"{len(records)} runs"
+    data = {
+        "refresh": refresh,
+        "runs": [
+            {
+                "name": record.name,
+                "colour": run_colour(number),
+                "axes": axes_of(record),
+                "restarts": sorted({start.step for start in record.starts if start.step > 0}),
+            }
+            for number, record in enumerate(records)
+        ],
+        "charts": [chart for group in charts.values() for chart in group],
+    }
+    drawn = [
+        f'<section id="{name}"><h2>{html.escape(title)}</h2>\n{content}</section>' for name, title, content in parts
+    ]
+    if len(records) == 1 and [name for name, _, _ in parts[-2:]] == ["configuration", "environment"]:
+        drawn[-2:] = [f'<div class="beside">{drawn[-2]}{drawn[-1]}</div>']
+    body = "\n".join(drawn)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{html.escape(title)} – training report</title>
+<link rel="icon" href="{_ICON}">
+<style>
+{(_ASSETS / "page.css").read_text(encoding="utf-8")}</style>
+</head>
+<body>
+{header(records, title)}
+{toolbar(records, [(name, title) for name, title, _ in parts], data)}
+<main>
+<noscript><p class="note">The charts of this page need JavaScript; tables and figures do not.</p></noscript>
+{body}
+</main>
+<footer>Written {datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")} UTC by
+<code>python -m report.html_report</code>. Drag over a chart to look closer at a part, double-click to go back.</footer>
+<div id="tip" role="status" hidden></div>
+<script type="application/json" id="data">{inline_json(data)}</script>
+<script>
+{(_ASSETS / "page.js").read_text(encoding="utf-8")}</script>
+</body>
+</html>
+"""
+
+
+def guarded(make: Callable[..., str], *arguments: Any) -> str:
+    """A part of the page from what a run's files hold; where they hold what it cannot show, a sentence that says so."""
+    try:
+        return make(*arguments)
+    except (
+        Exception
+    ) as error:  # files of other versions, edited or damaged ones: the other parts are still worth seeing
+        told = html.escape(f"{type(error).__name__}: {error}"[:200])
+        return f'<p class="note">The run\'s files hold something that cannot be shown here ({told}).</p>'
+
+
+def inline_json(data: Any) -> str:
+    """JSON that no text in it can end the script element that holds it."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+# Header
+
+
+def header(records: list[RunRecord], title: str) -> str:
+    """Title, state, and the figures of the one run or a table of those of the several."""
+    if len(records) == 1:
+        record = records[0]
+        parts = [f"<header><p class='kicker'>Training report</p><h1>{html.escape(title)}{chip(record)}</h1>"]
+        if line := guarded(_lead, record):
+            parts.append(line)
+        found = figures(record)
+        columns = len(found) if len(found) <= _MOST_COLUMNS else -(-len(found) // 2)
+        cells = "".join(
+            f"<div><dt>{html.escape(f.name)}</dt><dd>{html.escape(f.value)}"
+            + (f"<small>{html.escape(f.remark)}</small>" if f.remark else "")
+            + "</dd></div>"
+            for f in found
+        )
+        parts.append(f"{progress(record)}<dl class='figures' style='--columns:{columns}'>{cells}</dl></header>")
+        return "\n".join(parts)
+    return f"<header><p class='kicker'>Training report</p><h1>{html.escape(title)}</h1>{comparison(records)}</header>"
+
+
+def swatch(number: int) -> str:
+    """The mark of a run's colour."""
+    return f'<i class="swatch" style="background:var(--{run_colour(number)})"></i>'
+
+
+def chip(record: RunRecord) -> str:
+    """The run's state as a small label."""
+    state = _STATES.get(record.state, "")
+    return f'<span class="chip {state}">{state}</span>' if state else ""
+
+
+def _lead(record: RunRecord) -> str:
+    line = model_line(record)
+    return f'<p class="lead">{html.escape(line)}</p>' if line else ""
+
+
+def model_line(record: RunRecord) -> str:
+    """Model, ratio of the objectives and device in one line."""
+    model, flags = record.config.get("model", {}), record.config.get("flags", {})
+    parts = []
+    if model:
+        parts.append(
+            f"{model.get('model_type', 'model')} {model.get('hidden_size')} × {model.get('num_hidden_layers')} layers"
+        )
+    if "hybrid_numerator" in flags:
+        parts.append(f"{flags['hybrid_numerator']}/{flags['hybrid_denominator']} of rows masked")
+    if "optimizer" in flags:
+        parts.append(f"{flags['optimizer'].upper()}, peak learning rate {flags['learning_rate']:g}")
+    if record.starts and record.starts[-1].device:
+        parts.append(record.starts[-1].device)
+    return "  ·  ".join(parts)
+
+
+def progress(record: RunRecord) -> str:
+    """How far a run is that is not finished, with the time that is left where it runs."""
+    total = record.max_steps
+    if not total or record.step >= total:
+        return ""
+    share = record.step / total
+    text = f"step {record.step:,} of {total:,}"
+    if record.state == "running" and record.hours and share > 0:
+        text += f", about {duration(max(record.hours.values()) * (1 - share) / share)} to go"
+    return (
+        f'<p class="progress"><progress max="1" value="{share:.4f}">{share:.0%}</progress>'
+        f"<span>{100 * share:.0f} % – {html.escape(text)}</span></p>"
+    )
+
+
+def duration(hours: float) -> str:
+    """Hours as text with the unit that fits."""
+    if hours < 1 / 60:
+        return f"{3600 * hours:.0f} s"
+    if hours < 2:
+        return f"{60 * hours:.0f} min"
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
+
+
+def figures(record: RunRecord) -> list[Figure]:
+    """The figures that sum up a run; those that it did not record are left out."""
+    run, found = record.run, []
+    total = record.max_steps
+    found.append(Figure("Steps", f"{record.step:,}", f"of {total:,}" if total and total != record.step else ""))
+    if record.tokens is not None:
+        corpus = record.config.get("data", {}).get("tokens")
+        found.append(Figure("Tokens", short_number(record.tokens), _epochs(record.tokens, corpus)))
+    for objective in ("masked", "causal"):
+        for prefix, what in (("valid/", "validation loss"), ("train/", "training loss")):
+            loss = run.last(f"{prefix}{objective}_loss")
+            if loss is not None:
+                ema = run.last(f"{prefix}ema_{objective}_loss")
+                remark = f"EMA {ema:.3f}" if ema is not None else ""
+                found.append(Figure(f"{objective.capitalize()} {what}", f"{loss:.3f}", remark))
+                break
+    found += [Figure(f"Minimal pairs, {mode}", f"{100 * share:.1f} %") for mode, share in overall(record).items()]
+    if rates := run.series.get("stats/tokens_per_second"):
+        mfu = run.series.get("stats/mfu")
+        remark = f"tokens/s, MFU {100 * float(np.median(list(mfu.values()))):.0f} %" if mfu else "tokens/s"
+        found.append(Figure("Speed", short_number(float(np.median(list(rates.values())))), remark))
+    if record.hours:
+        found.append(Figure("Training time", duration(max(record.hours.values()))))
+    if memory := run.series.get("stats/peak_memory_gib"):
+        found.append(Figure("Peak memory", f"{max(memory.values()):.1f} GiB", "a device"))
+    return found
+
+
+def _epochs(tokens: float, corpus: Any) -> str:
+    return f"{tokens / corpus:.2g} × the corpus" if isinstance(corpus, int) and corpus > 0 else ""
+
+
+def overall(record: RunRecord) -> dict[str, float]:
+    """The minimal-pair score of each mode, the mean over sets of pairs."""
+    found = {}
+    for mode in pair_names([record])[0]:
+        shares = {name: share for (m, name), share in record.pairs.items() if m == mode}
+        sets = {name: share for name, share in shares.items() if is_set(name)} or shares
+        if sets:
+            found[mode] = float(np.mean(list(sets.values())))
+    return found
+
+
+def comparison(records: list[RunRecord]) -> str:
+    """A table of the figures of several runs, one a column, the best of each row marked."""
+    by_run = [{figure.name: figure for figure in figures(record)} for record in records]
+    rows = []
+    for name in dict.fromkeys(name for found in by_run for name in found):
+        cells = [html.escape(name)]
+        values = [found[name].value for found in by_run if name in found]
+        for found in by_run:
+            if name not in found:
+                cells.append(MISSING)
+                continue
+            value, remark = html.escape(found[name].value), html.escape(found[name].remark)
+            best = _same_data(name, records) and _is_best(name, found[name].value, values)
+            strong = f"<b>{value}</b>" if best else value
+            cells.append(f"{strong}<small>{remark}</small>" if remark else strong)
+        rows.append(cells)
+    head = [f"{swatch(number)}{html.escape(r.name)}{chip(r)}" for number, r in enumerate(records)]
+    names = [row[0] for row in rows if "loss" in row[0] and not _same_data(row[0], records)]
+    told = (
+        f"<p class='note'>The runs do not record the same data for {', '.join(names)}: none is marked as the best.</p>"
+    )
+    return table(["", *head], rows, "numbers compared") + (told if names else "")
+
+
+def _same_data(name: str, records: list[RunRecord]) -> bool:
+    """Whether runs measured figure `name`, if it is a loss, on the same tokens, by the fingerprints they recorded."""
+    if "loss" not in name:
+        return True
+    data = [record.config.get("data", {}) for record in records]
+    trained = [of.get("identity") for of in data]
+    held_out = [of.get("held_out_identity") for of in data]
+    known = held_out if "validation" in name and any(held_out) else trained  # old runs record the first alone
+    return bool(known[0]) and all(each == known[0] for each in known)
+
+
+def _is_best(name: str, value: str, values: Sequence[str]) -> bool:
+    """Whether a loss is the lowest or a score the highest of several; other figures have no best."""
+    if len(values) < 2 or len(set(values)) < 2:
+        return False
+    numbers = [float(v.rstrip(" %")) for v in values] if "loss" in name or "pairs" in name else []
+    if not numbers:
+        return False
+    return float(value.rstrip(" %")) == (min(numbers) if "loss" in name else max(numbers))
+
+
+def toolbar(records: list[RunRecord], parts: Iterable[tuple[str, str]], data: dict[str, Any]) -> str:
+    """Links to the sections, the choice of the horizontal axis, and which runs are shown."""
+    links = "".join(f'<a href="#{name}">{html.escape(title)}</a>' for name, title in parts)
+    runs = ""
+    if len(records) > 1:
+        runs = "".join(
+            f'<label class="run"><input type="checkbox" checked data-run="{n}">{swatch(n)}{html.escape(r.name)}</label>'
+            for n, r in enumerate(records)
+        )
+        runs = f'<div class="group" role="group" aria-label="Runs">{runs}</div>'
+    axes = [("tokens", "Tokens"), ("s", "Steps"), ("hours", "Time")]
+    offered = [(k, t) for k, t in axes if all(k in run["axes"] for run in data["runs"])]
+    buttons = "".join(f'<button type="button" data-axis="{k}">{t}</button>' for k, t in offered)
+    return (
+        f'<nav class="toolbar"><div class="links">{links}</div><div class="controls">'
+        f'<div class="group switch" role="group" aria-label="Horizontal axis">{buttons}</div>'
+        f'<label class="run"><input type="checkbox" id="log">Log loss</label>'
+        f'{runs}<button type="button" id="reset" hidden>Whole range</button></div></nav>'
+    )
+
+
+# Charts
+
+
+def _loss_key(records: list[RunRecord]) -> str:
+    """What the marks in the loss charts mean, as far as they occur."""
+    keys = {key for record in records for key in record.run.series}
+    marks = [("line", "training, smoothed")]
+    if any(key.startswith("valid/") for key in keys):
+        marks.append(("dot", "validation"))
+    if any(key.startswith("valid/ema_") for key in keys):
+        marks.append(("ring", "validation, averaged weights (EMA)"))
+    if any(start.step > 0 for record in records for start in record.starts):
+        marks.append(("tick", "restart"))
+    return "<p class='key'>" + "".join(f'<span><i class="{m}"></i>{text}</span>' for m, text in marks) + "</p>"
+
+
+def chart_section(charts: list[Chart], records: list[RunRecord], key: str = "") -> str:
+    """A section of charts; "" without any."""
+    if not charts:
+        return ""
+    large = [figure(chart, records) for chart in charts if not chart.get("small")]
+    small = [figure(chart, records) for chart in charts if chart.get("small")]
+    parts = [key]
+    if large:
+        parts.append(f'<div class="grid large">{"".join(large)}</div>')
+    if small:
+        parts.append(f'<div class="grid {"many" if len(small) > 4 else "small"}">{"".join(small)}</div>')
+    return "\n".join(parts)
+
+
+def figure(chart: Chart, records: list[RunRecord]) -> str:
+    """The place of one chart, with a description for those who cannot see it."""
+    ends = []
+    for line in chart["lines"]:
+        if line["kind"] != "raw" and not (line["kind"] == "smooth" and len(records) > 1):
+            name = records[line["run"]].name if len(records) > 1 else ""
+            ends.append(" ".join(filter(None, [name, line["label"], f"{line['y'][-1]:.4g}"])))
+    summary = f"{chart['title']}. Last: {'; '.join(ends[:12])}." if ends else chart["title"]
+    unit = f' <span class="unit">{html.escape(chart["unit"])}</span>' if chart.get("unit") else ""
+    return (
+        f'<figure data-chart="{html.escape(chart["id"])}"><figcaption>{html.escape(chart["title"])}{unit}</figcaption>'
+        f'<div class="plot" tabindex="0" role="img" aria-label="{html.escape(summary)}"></div></figure>'
+    )
+
+
+def pair_section(charts: list[Chart], records: list[RunRecord]) -> str:
+    """Minimal-pair scores: over training as charts, the newest as a table."""
+    modes, names = pair_names(records)
+    if not any(record.pairs for record in records):
+        return ""
+    marks = ""
+    if len(records) == 1:
+        marks = "".join(f'<span><i class="line {html.escape(m)}"></i>{html.escape(m)}</span>' for m in modes)
+    else:
+        marks = "".join(
+            f'<span><i class="dash{place % 3}"></i>{html.escape(m)}</span>' for place, m in enumerate(modes)
+        )
+    told = "share of pairs whose acceptable sentence is the more probable; dotted: chance"
+    parts = [f"<p class='key'>{marks}<span class='muted'>{told}</span></p>"]
+    if whole := [figure(chart, records) for chart in charts if not chart["small"]]:
+        parts.append(f'<div class="grid large">{"".join(whole)}</div>')
+    phenomena = [chart for chart in charts if chart["small"]]
+    for name in dict.fromkeys(chart["set"] for chart in phenomena):
+        drawn = [figure(chart, records) for chart in phenomena if chart["set"] == name]
+        opened = " open" if len(phenomena) <= _OPEN_CHARTS else ""
+        parts.append(
+            f"<details{opened}><summary>{html.escape(spoken(name))} by phenomenon, over training</summary>"
+            f'<div class="grid many">{"".join(drawn)}</div></details>'
+        )
+    return "\n".join([*parts, pair_table(records, modes, names)])
+
+
+def pair_table(records: list[RunRecord], modes: list[str], names: list[str]) -> str:
+    """The newest scores, in percent: a row per set and phenomenon, a column per mode and run."""
+    columns = [(n, mode) for mode in modes for n, r in enumerate(records) if any(m == mode for m, _ in r.pairs)]
+    head = ["Newest scores (%)"]
+    head += [f"{swatch(n)}{html.escape(mode)}" if len(records) > 1 else html.escape(mode) for n, mode in columns]
+    rows = []
+    for name in names:
+        label = html.escape(spoken(name))
+        cells = [f"<b>{label}</b>" if is_set(name) else label]
+        for n, mode in columns:
+            share = records[n].pairs.get((mode, name))
+            hue = mode if mode in ("masked", "causal", "fused") and len(records) == 1 else run_colour(n)
+            bar = f'<i class="bar" style="--share:{share or 0:.4f};--hue:var(--{hue})"></i>'
+            cells.append(MISSING if share is None else f"{100 * share:.1f}{bar if len(columns) <= _BARS else ''}")
+        rows.append(cells)
+    return table(head, rows, "numbers")

@@ -1,0 +1,452 @@
+"""Draw one or several runs into one PNG: losses, accuracy, schedules, throughput and gradient norm against tokens.
+
+    python -m report.plot RUN... [-o FILE.png] [--x tokens|step]
+
+RUN is a run folder or a metrics.jsonl file. A run that is still training can be drawn at any time: a last line that is
+only half written is left out. The colour tells the objective, the line style tells the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __package__ in (None, ""):  # run as a file: the other modules of training/ must not hide packages
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+
+from data.atomic_io import json_lines
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which stays distinct under every common colour blindness.
+OBJECTIVE_COLOURS = {"masked": "#0072B2", "causal": "#D55E00"}
+INK, PALE, GRID = "#222222", "#767676", "#E4E4E4"
+# A run is known by its dashes everywhere, and by this colour too where a panel has no objectives. After the last they
+# start again.
+RUN_DASHES = ["solid", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (9, 2)), (0, (3, 1.2, 1, 1.2, 1, 1.2))]
+RUN_COLOURS = [INK, "#009E73", "#CC79A7", "#B8860B", "#56B4E9", "#7A7A7A"]
+STYLE: dict[Any, Any] = {
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.edgecolor": "#9A9A9A",
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": PALE,
+    "ytick.color": PALE,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "lines.solid_capstyle": "round",
+}
+LOSS_PREFIXES = {"training": "train/", "validation": "valid/", "EMA": "valid/ema_"}
+LARGEST = 1e100  # a value beyond is a gap, like one that is not finite: sums of such overflow
+MAX_POINTS = 4000  # a line of more points than pixels is averaged down to this many, so that long runs draw at once
+
+
+class PlotError(ValueError):
+    """Something the user asked for cannot be drawn; the message is one sentence for them."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The metrics of one run.
+
+    name: what the legend calls it.
+    series: metric -> {step: value}, finite numbers only, steps increasing.
+    skipped_lines: how many lines other than an unfinished last one were no JSON object.
+    """
+
+    name: str
+    series: dict[str, dict[int, float]] = field(default_factory=dict)
+    skipped_lines: int = 0
+
+    @property
+    def gaps(self) -> list[str]:
+        """What its file does not tell, as sentences."""
+        found, steps = [], self.series.get("train/loss", {})
+        if self.skipped_lines:
+            found.append(f"{self.name}: {self.skipped_lines} lines were no JSON object with a step; left out.")
+        if missing := max(steps, default=0) - min(steps, default=1) + 1 - len(steps):
+            found.append(f"{self.name}: its metrics lack {missing} training steps between the first and the last.")
+        return found
+
+    def last(self, key: str) -> float | None:
+        """Return the newest value of a metric, or None where it was never recorded."""
+        values = self.series.get(key)
+        return values[max(values)] if values else None
+
+    def points(self, key: str, x_axis: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return x and y, both float64 [N], of a metric; `x_axis` is "step" or "tokens" (which the run must hold)."""
+        values = self.series.get(key, {})
+        steps, y = to_array(values), to_array(values.values())
+        if x_axis == "step":
+            return steps, y
+        tokens = self.series["stats/tokens"]
+        return np.interp(steps, to_array(tokens), to_array(tokens.values())), y
+
+
+def to_array(values: Iterable[float]) -> np.ndarray:
+    return np.fromiter(values, dtype=np.float64)
+
+
+def read_run(path: str | Path) -> Run:
+    """Read a run folder's metrics.jsonl, or such a file itself, whether the run is finished or still writing.
+
+    Where a step stands in the file twice (a run that was cut off and resumed from an earlier checkpoint), the later
+    line counts. Values that are missing, null or not finite are gaps.
+
+    Raises:
+        PlotError: there is no such file, or it holds no metrics yet.
+    """
+    path = Path(path)
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise PlotError(f"{path} is no run: name a folder with a metrics.jsonl file in it, or such a file.")
+    series: dict[str, dict[int, float]] = {}
+    skipped = 0
+    for line, record in json_lines(file):
+        if record is None or not _is_step(record.get("step")):
+            skipped += bool(line.strip()) and line.endswith(b"\n")  # a last line without its end is still being written
+            continue
+        step = record["step"]
+        for key, value in record.items():
+            if key != "step" and isinstance(value, (int, float)) and abs(value) <= LARGEST:  # NaN is not
+                series.setdefault(key, {})[step] = float(value)
+    if not series:
+        raise PlotError(f"{file} holds no metrics yet: nothing to draw before the first training step.")
+    ordered = {key: dict(sorted(values.items())) for key, values in series.items()}
+    return Run(name=file.resolve().parent.name, series=ordered, skipped_lines=skipped)
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def read_runs(paths: list[str]) -> list[Run]:
+    """Read several runs; those of the same folder name are called by their path instead."""
+    runs = [read_run(path) for path in paths]
+    names = [run.name for run in runs]
+    return [
+        replace(run, name=path) if names.count(run.name) > 1 else run for path, run in zip(paths, runs, strict=True)
+    ]
+
+
+def smooth(y: np.ndarray, width: int) -> np.ndarray:
+    """Return y [N] averaged over about `width` neighbours to both sides, the near ones counting more.
+
+    The weights fall linearly and are centred, so the curve does not lag behind a falling loss; at both ends they are
+    those of the neighbours that exist. A width of 0 gives y itself.
+    """
+    weights = np.concatenate([np.arange(1, width + 1), np.arange(width + 1, 0, -1)]).astype(np.float64)
+    padded = np.pad(y, width)
+    present = np.pad(np.ones(len(y)), width)
+    return np.convolve(padded, weights, mode="valid") / np.convolve(present, weights, mode="valid")
+
+
+def thin(x: np.ndarray, y: np.ndarray, limit: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """Average neighbouring points of x and y [N] until at most `limit` are left; shorter ones come back as they are."""
+    group = -(-len(x) // limit)
+    if group <= 1:
+        return x, y
+    starts = np.arange(0, len(x), group)
+    counts = np.diff(np.append(starts, len(x)))
+    return np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code (0 drawn, 2 with one sentence on stderr where nothing could be drawn)."""
+    options = parse_arguments(arguments)
+    try:
+        runs = read_runs(options.runs)
+        for gap in (gap for run in runs for gap in run.gaps):
+            print(gap, file=sys.stderr)
+        output = Path(options.output) if options.output else default_output(options.runs)
+        draw(runs, output, options.x)
+    except (PlotError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(output)
+    return 0
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m report.plot",
+        description="Draw losses, accuracy, schedules, speed and gradient norm of one or several runs into one PNG.",
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="a run folder or a metrics.jsonl file; several are overlaid"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE.png",
+        help="where to write the picture (default: RUN/metrics.png for one run, metrics.png here for several)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--x",
+        choices=("tokens", "step"),
+        default="tokens",
+        help="horizontal axis: tokens trained on, or step (default: tokens)",
+    )
+    return parser.parse_args(arguments)
+
+
+def default_output(runs: list[str]) -> Path:
+    if len(runs) > 1:
+        return Path("metrics.png")
+    return (Path(runs[0]) if Path(runs[0]).is_dir() else Path(runs[0]).parent) / "metrics.png"
+
+
+def draw(runs: list[Run], output: Path, x_axis: str = "tokens") -> None:
+    """Draw the runs, overlaid, into `output`, which appears complete or not at all.
+
+    `x_axis` is "tokens" or "step"; where a run did not count tokens, it is "step" for all.
+
+    Raises:
+        PlotError: matplotlib is not installed, or cannot write a file of that ending.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise PlotError("drawing needs matplotlib, which is not installed: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    if not all("stats/tokens" in run.series for run in runs):
+        x_axis = "step"  # the one axis that all of them have
+    temporary = output.with_name(f".{output.stem}.{os.getpid()}{output.suffix or '.png'}")
+    with pyplot.rc_context(STYLE):
+        figure = build_figure(runs, x_axis)
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(temporary, dpi=120)
+            os.replace(temporary, output)
+        except ValueError as error:
+            raise PlotError(f"{output} cannot be written: {error}") from None
+        finally:
+            temporary.unlink(missing_ok=True)
+            pyplot.close(figure)
+
+
+def build_figure(runs: list[Run], x_axis: str) -> Figure:
+    """Lay out all panels: the losses large at the left, accuracy and speed beside them, the schedules below."""
+    from matplotlib import pyplot
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.ticker import MaxNLocator
+
+    figure = pyplot.figure(figsize=(15, 9.6), layout=ConstrainedLayoutEngine(w_pad=0.11, h_pad=0.07))
+    grid = figure.add_gridspec(4, 4, height_ratios=[0.13, 1, 1, 0.8])
+    draw_header(figure.add_subplot(grid[0, :]), runs)
+    panels = {
+        "loss": figure.add_subplot(grid[1:3, :2]),
+        "accuracy": figure.add_subplot(grid[1, 2:]),
+        "speed": figure.add_subplot(grid[2, 2]),
+        "gradient": figure.add_subplot(grid[2, 3]),
+        "rate": figure.add_subplot(grid[3, 0]),
+        "length": figure.add_subplot(grid[3, 1]),
+        "rows": figure.add_subplot(grid[3, 2]),
+        "mask": figure.add_subplot(grid[3, 3]),
+    }
+    draw_objectives(panels["loss"], runs, x_axis, "loss", "loss (nats per target)")
+    add_perplexity_axis(panels["loss"])
+    add_key(panels["loss"])
+    draw_objectives(panels["accuracy"], runs, x_axis, "accuracy", "accuracy")
+    panels["accuracy"].yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+    draw_measure(panels["speed"], runs, x_axis, "stats/tokens_per_second", f"tokens per second{mfu_text(runs)}")
+    draw_measure(panels["gradient"], runs, x_axis, "stats/grad_norm", "gradient norm, before clipping")
+    draw_schedule(panels["rate"], runs, x_axis, "stats/learning_rate", "learning rate")
+    draw_schedule(panels["length"], runs, x_axis, "stats/seq_length", "row length (tokens)", stepped=True)
+    draw_schedule(panels["rows"], runs, x_axis, "stats/global_batch_size", "rows per step", stepped=True)
+    draw_schedule(panels["mask"], runs, x_axis, "stats/mask_p", "mask probability")
+    for name, axes in panels.items():
+        axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
+        axes.xaxis.set_major_locator(MaxNLocator(7 if name in ("loss", "accuracy") else 4))
+        axes.margins(x=0.015)
+        if name in ("loss", "rate", "length", "rows", "mask"):
+            axes.set_xlabel("tokens trained on" if x_axis == "tokens" else "step", color=PALE)
+    return figure
+
+
+def draw_header(axes: Axes, runs: list[Run]) -> None:
+    """The title, and a line of results of the one run or a key of the several."""
+    from matplotlib.lines import Line2D
+
+    axes.set_axis_off()
+    title = as_text(runs[0].name) if len(runs) == 1 else f"{len(runs)} runs"
+    axes.text(0, 1.05, title, fontsize=16, fontweight="bold", transform=axes.transAxes, va="top")
+    if len(runs) == 1:
+        axes.text(0, 0.1, result_text(runs[0]), color=PALE, transform=axes.transAxes, va="top")
+    else:
+        handles = [Line2D([], [], color=c, linestyle=d, label=as_text(r.name)) for r, d, c in with_styles(runs)]
+        columns = min(len(runs), 4)
+        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.07, 1.35), ncols=columns, handlelength=3.2)
+
+
+def as_text(name: str) -> str:
+    """A name that matplotlib takes as it is: between dollar signs it would read mathematics."""
+    return name.replace("$", r"\$")
+
+
+def add_key(axes: Axes) -> None:
+    """Say in the upper right of the loss panel, which a falling loss leaves free, what colours and marks mean."""
+    from matplotlib.lines import Line2D
+
+    marks = [Line2D([], [], color=colour, lw=4, label=name) for name, colour in OBJECTIVE_COLOURS.items()]
+    marks += [
+        Line2D([], [], color=PALE, lw=1.8, label="training (smoothed)"),
+        Line2D([], [], color=PALE, lw=0.8, marker="o", ms=5, label="validation"),
+        Line2D([], [], color=PALE, lw=0.8, marker="D", ms=5, mfc="white", label="validation, EMA weights"),
+    ]
+    axes.legend(handles=marks, loc="upper right", handlelength=2.4, frameon=True, framealpha=0.8, edgecolor="none")
+
+
+def result_text(run: Run) -> str:
+    """One line on where the run stands: steps, tokens and the last loss per objective, on validation if it ran."""
+    steps = max(max(values) for values in run.series.values())
+    parts = [f"{steps:,} step{'' if steps == 1 else 's'}"]
+    if tokens := run.series.get("stats/tokens"):
+        parts.append(f"{short_number(max(tokens.values()))} tokens")
+    for objective in OBJECTIVE_COLOURS:
+        last = {kind: run.last(f"{prefix}{objective}_loss") for kind, prefix in LOSS_PREFIXES.items()}
+        if last["validation"] is not None:
+            ema = f" (EMA {last['EMA']:.3f})" if last["EMA"] is not None else ""
+            parts.append(f"{objective} validation loss {last['validation']:.3f}{ema}")
+        elif last["training"] is not None:
+            parts.append(f"{objective} training loss {last['training']:.3f}")
+    return "   ·   ".join(parts)
+
+
+def with_styles(runs: list[Run]) -> list[tuple[Run, Any, str]]:
+    """Give each run its dashes and its colour for panels without objectives."""
+    return [(run, RUN_DASHES[n % len(RUN_DASHES)], RUN_COLOURS[n % len(RUN_COLOURS)]) for n, run in enumerate(runs)]
+
+
+def draw_objectives(axes: Axes, runs: list[Run], x_axis: str, measure: str, title: str) -> None:
+    """Draw "train/", "valid/" and "valid/ema_" series of a measure, one colour per objective.
+
+    A file without series per objective shows their mix in black.
+    """
+    axes.set_title(title, loc="left")
+    drawn: list[np.ndarray] = []
+    for run, dashes, _ in with_styles(runs):
+        found = False
+        for objective, colour in OBJECTIVE_COLOURS.items():
+            found |= draw_training(axes, run, x_axis, f"train/{objective}_{measure}", colour, dashes, len(runs), drawn)
+            for prefix, face, mark in (("valid/", colour, "o"), ("valid/ema_", "white", "D")):
+                x, y = run.points(f"{prefix}{objective}_{measure}", x_axis)
+                if len(x):
+                    axes.plot(x, y, color=colour, linestyle=dashes, lw=0.8, marker=mark, ms=4.5, mfc=face, mew=1.1)
+                    drawn.append(y)
+                    found = True
+        if not found:
+            draw_training(axes, run, x_axis, f"train/{measure}", INK, dashes, len(runs), drawn)
+    if not drawn:
+        return note_absence(axes)
+    values = np.concatenate(drawn)
+    margin = 0.04 * (values.max() - values.min()) or 0.05 * abs(values.max()) or 0.05
+    axes.set_ylim(values.min() - margin, values.max() + margin)  # the raw line may leave the panel; the story is inside
+
+
+def draw_training(
+    axes: Axes, run: Run, x_axis: str, key: str, colour: str, dashes: Any, num_runs: int, drawn: list[np.ndarray]
+) -> bool:
+    """Draw one training series smoothed, and raw too for up to two runs; append what must be seen to `drawn`."""
+    x, y = thin(*run.points(key, x_axis))
+    if not len(x):
+        return False
+    if num_runs <= 2:
+        axes.plot(x, y, color=colour, lw=0.7, alpha=0.22)
+    smoothed = smooth(y, len(y) // 50)
+    axes.plot(x, smoothed, color=colour, linestyle=dashes, lw=1.8, marker="o" if len(x) == 1 else "", ms=4)
+    drawn.append(smoothed)
+    return True
+
+
+def draw_measure(axes: Axes, runs: list[Run], x_axis: str, key: str, title: str) -> None:
+    """Draw a noisy measurement, raw and smoothed; on a logarithmic axis where it spans more than a factor of 30."""
+    axes.set_title(title, loc="left")
+    drawn: list[np.ndarray] = []
+    for run, dashes, colour in with_styles(runs):
+        draw_training(axes, run, x_axis, key, colour, dashes, len(runs), drawn)
+    if not drawn:
+        return note_absence(axes)
+    values = np.concatenate(drawn)
+    if values.min() > 0 and values.max() > 30 * values.min():
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, 1.12 * values.max() or 1.0)
+        axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
+
+
+def draw_schedule(axes: Axes, runs: list[Run], x_axis: str, key: str, title: str, stepped: bool = False) -> None:
+    """Draw a schedule exactly as it was applied, from zero up; `stepped` where it jumps from one value to the next."""
+    axes.set_title(title, loc="left")
+    values: set[float] = set()
+    for run, dashes, colour in with_styles(runs):
+        x, y = run.points(key, x_axis)
+        if len(x):
+            mark = "o" if len(x) == 1 else ""
+            style = "steps-pre" if stepped else "default"
+            axes.plot(x, y, color=colour, linestyle=dashes, lw=1.6, drawstyle=style, marker=mark, ms=4)
+            values.update(y)
+    if not values:
+        return note_absence(axes)
+    axes.set_ylim(0, 1.12 * max(values) or 1.0)
+    if not stepped:
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=True)
+    elif len(values) <= 5:
+        axes.set_yticks(sorted(values), [f"{value:g}" for value in sorted(values)])
+    else:
+        axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
+
+
+def note_absence(axes: Axes) -> None:
+    axes.text(0.5, 0.5, "not recorded", color=PALE, ha="center", va="center", transform=axes.transAxes)
+    axes.tick_params(left=False, labelleft=False, bottom=False, labelbottom=False)
+    axes.grid(False)
+
+
+def add_perplexity_axis(axes: Axes) -> None:
+    """Mark perplexity, exp(loss), at the right of the loss panel, where the losses are those of a working run."""
+    low, high = axes.get_ylim()
+    if not axes.lines or high > 50:
+        return
+    ticks = [m * 10.0**e for e in range(-2, 22) for m in (1, 2, 5) if low <= math.log(m * 10.0**e) <= high]
+    ticks = ticks[:: 1 + len(ticks) // 14]
+    functions = (lambda loss: np.exp(np.minimum(loss, 700)), lambda perplexity: np.log(np.maximum(perplexity, 1e-300)))
+    second = axes.secondary_yaxis("right", functions=functions)
+    second.set_yticks(ticks, [short_number(tick) for tick in ticks])
+    second.set_ylabel("perplexity", color=PALE)
+    second.spines["right"].set_visible(False)
+
+
+def mfu_text(runs: list[Run]) -> str:
+    """The median share of the hardware's peak, for the panel's title, where a single run recorded it."""
+    values = runs[0].series.get("stats/mfu", {}) if len(runs) == 1 else {}
+    return f" (MFU {100 * float(np.median(list(values.values()))):.0f} %)" if values else ""
+
+
+def short_number(value: float) -> str:
+    """Return 1500000 as "1.5M": three digits and k, M, B or T."""
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

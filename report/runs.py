@@ -1,0 +1,313 @@
+"""What a report shows of a run: its metrics, and what config.json, status.json and the other records beside them say.
+
+Every file but metrics.jsonl may be absent (an old run, a metrics file alone) or damaged: the report then says less.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.atomic_io import json_lines
+from report.plot import PlotError, Run, read_runs, smooth, thin, to_array
+
+MAX_POINTS = 1000  # of a line in the page
+_SMOOTHED_POINTS = 4000  # a line is thinned to this many before it is smoothed
+SAMPLES = "samples.jsonl"
+_LARGEST_JSON = 20_000_000  # bytes of a result file that is read
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run. outcome: how it ended, as far as the records tell; step: the step that it began at."""
+
+    time: str
+    host: str
+    job: str
+    device: str
+    step: int
+    outcome: str = ""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its folder tells of it.
+
+    run: its metrics. config: config.json, {} without one. status: status.json, likewise. starts: in order of time.
+    pairs: newest minimal-pair score in [0, 1] by (mode, name). samples: sample completions as written by
+    report_samples, newest last. hours: step -> hours of training up to it, validation and saving left out.
+    """
+
+    run: Run
+    config: dict[str, Any] = field(default_factory=dict)
+    status: dict[str, Any] = field(default_factory=dict)
+    starts: list[Start] = field(default_factory=list)
+    pairs: dict[tuple[str, str], float] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    hours: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What the report calls the run."""
+        return self.run.name
+
+    @property
+    def step(self) -> int:
+        """The newest step in the metrics."""
+        return max(max(values) for values in self.run.series.values())
+
+    @property
+    def max_steps(self) -> int | None:
+        """The step at which the run ends, where it is known."""
+        found = self.status.get("max_steps") or self.config.get("flags", {}).get("max_steps")
+        return found if isinstance(found, int) else None
+
+    @property
+    def state(self) -> str:
+        """running, finished, ... as in status.json; without one, finished where the last step is done, else ""."""
+        stated = self.status.get("state")
+        if isinstance(stated, str):
+            return stated
+        return "finished" if self.max_steps and self.step >= self.max_steps else ""
+
+    @property
+    def tokens(self) -> float | None:
+        """Tokens trained on so far."""
+        return self.run.last("stats/tokens")
+
+
+def folder_of(path: str | Path) -> Path:
+    """The run folder that a command-line argument means: itself, or where the metrics file lies."""
+    path = Path(path)
+    return path if path.is_dir() else path.parent
+
+
+def read_records(paths: list[str]) -> list[RunRecord]:
+    """Read several runs. Raises PlotError, one sentence, where one of them is none or has no metrics yet."""
+    try:
+        runs = read_runs(paths)
+    except OSError as error:
+        raise PlotError(f"{error.filename}: {error.strerror}") from error
+    return [read_record(run, folder_of(path)) for run, path in zip(runs, paths, strict=True)]
+
+
+def read_record(run: Run, folder: Path) -> RunRecord:
+    """What the other files of a run's folder add to its metrics."""
+    config, status = tidied(read_object(folder / "config.json")), read_object(folder / "status.json")
+    return RunRecord(
+        run=run,
+        config=config,
+        status=status,
+        starts=read_starts(folder, config, status),
+        pairs=newest_pairs(run) | pairs_in_files(folder),
+        samples=read_lines(folder / SAMPLES),
+        hours=training_hours(run),
+    )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} where there is none or it cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size <= _LARGEST_JSON else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def tidied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json whose groups are objects and whose launches are a list of objects; what is not is left out."""
+    groups = {name: config[name] for name in _GROUPS if isinstance(config.get(name), dict)}
+    launches = config.get("launches")
+    launches = [launch for launch in launches if isinstance(launch, dict)] if isinstance(launches, list) else []
+    rest = {name: value for name, value in config.items() if name not in (*_GROUPS, "launches")}
+    return {**rest, **groups, "launches": launches} if config else {}
+
+
+_GROUPS = ("flags", "model", "data", "versions")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file with one a line, without damaged lines; [] without the file."""
+    try:
+        return [content for _line, content in json_lines(path) if content is not None]
+    except OSError:
+        return []
+
+
+# Starts
+
+
+def read_starts(folder: Path, config: Mapping[str, Any], status: Mapping[str, Any]) -> list[Start]:
+    """Every start that config.json or attempts.jsonl knows, each with how it ended.
+
+    config.json has those that came as far as training; a start that is in attempts.jsonl alone ended before that.
+    """
+    launches = config.get("launches", [])
+    known = {_key(launch) for launch in launches}
+    early = [attempt for attempt in read_lines(folder / "attempts.jsonl") if _key(attempt) not in known]
+    merged = sorted([*launches, *early], key=lambda start: str(start.get("time", "")))
+    failures = _failures(folder)
+    found = []
+    for number, start in enumerate(merged):
+        job, count = start.get("job_id"), start.get("restart_count", 0)
+        outcome = failures.get(_key(start), "")
+        if not outcome and start in early:
+            outcome = "ended before its first step"
+        elif not outcome and number == len(merged) - 1:
+            outcome = " ".join(filter(None, [str(status.get("state", "")), str(status.get("reason", ""))]))
+        elif not outcome:
+            outcome = f"went on from step {_start_step(merged[number + 1]):,}"
+        world = start.get("world_size")
+        device = str(start.get("device", ""))
+        device = f"CPU ({device})" if device in ("x86_64", "aarch64", "arm64") else device
+        found.append(
+            Start(
+                time=str(start.get("time", "")),
+                host=str(start.get("host", "")),
+                job=f"{job}{f' (restart {count})' if count else ''}" if job else "",
+                device=f"{world} × {device}" if world and device else device,
+                step=_start_step(start),
+                outcome=outcome,
+            )
+        )
+    return found
+
+
+def _key(start: Mapping[str, Any]) -> tuple[str, str]:
+    """Which start of which job it is."""
+    return str(start.get("job_id") or "none"), str(start.get("restart_count") or 0)
+
+
+def _start_step(start: Mapping[str, Any]) -> int:
+    step = start.get("start_step", start.get("newest_step", 0))
+    return step if isinstance(step, int) else 0
+
+
+def _failures(folder: Path) -> dict[tuple[str, str], str]:
+    """The first error of each start, by its `_key`."""
+    found: dict[tuple[str, str], tuple[bool, float, str]] = {}
+    for path in sorted((folder / "failures").glob("*.json")):
+        parts = path.stem.split("_")
+        content = read_object(path)
+        if len(parts) != 3 or not parts[1].isdigit() or "error" not in content:
+            continue
+        where = f"rank {content.get('rank')} on {content.get('host')}: {content['error']}"
+        time = content.get("time")
+        entry = (bool(content.get("secondary")), time if isinstance(time, float) else 0.0, where)
+        key = (parts[0], str(int(parts[1])))
+        found[key] = min(found.get(key, entry), entry)
+    return {key: entry[2] for key, entry in found.items()}
+
+
+# Minimal pairs
+
+
+def pair_series(run: Run) -> dict[tuple[str, str], str]:
+    """The keys `eval/MODE/NAME` of a run by (mode, name)."""
+    found = {}
+    for key in run.series:
+        match = re.fullmatch(r"eval/([^/]+)/(.+)", key)
+        if match:
+            found[match.group(1), match.group(2)] = key
+    return found
+
+
+def newest_pairs(run: Run) -> dict[tuple[str, str], float]:
+    """The newest score of every minimal-pair series."""
+    newest = {pair: run.last(key) for pair, key in pair_series(run).items()}
+    return {pair: as_share(value) for pair, value in newest.items() if value is not None}
+
+
+def as_share(value: float) -> float:
+    """A score as a share of 1: one above 1.5 was given in percent."""
+    return value / 100 if value > 1.5 else value
+
+
+def pairs_in_files(folder: Path) -> dict[tuple[str, str], float]:
+    """Scores in the JSON files that evaluation/minimal_pairs.py left in a run folder; those of the newest file win.
+
+    Names are as in the metrics: SET for the mean of its files, SET/PHENOMENON for a part of it.
+    """
+    found: dict[tuple[str, str], float] = {}
+    paths = [path for pattern in ("*.json", "evaluation/*.json") for path in folder.glob(pattern)]
+    for path in sorted((p for p in paths if p.name not in _OWN_FILES and p.is_file()), key=_modified):
+        try:
+            found |= _scores(read_object(path).get("sets", {}))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            continue  # another program's file, which happens to have "sets"
+    return found
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # gone since it was listed
+        return 0.0
+
+
+_OWN_FILES = ("config.json", "status.json", "tokenizer.json")
+_PHENOMENON = "linguistics_term"  # BLiMP's name for it
+
+
+def _scores(sets: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    """Accuracies of a result file by (mode, name). Raises what a file of another form makes it raise."""
+    found = {}
+    for name, of_set in sets.items():
+        for mode, entry in of_set["modes"].items():
+            found[mode, name] = float(entry["mean"]["accuracy"])
+            parts = entry["groups"].get(_PHENOMENON) or entry["paradigms"]
+            found |= {(mode, f"{name}/{part}"): float(share["accuracy"]) for part, share in parts.items()}
+    if not all(0 <= value <= 1 for value in found.values()):
+        raise ValueError("an accuracy is no fraction")
+    return found
+
+
+# Numbers
+
+
+def training_hours(run: Run) -> dict[int, float]:
+    """Hours of training up to each step, from tokens and tokens per second; validation and saving do not count."""
+    tokens, rates = run.series.get("stats/tokens", {}), run.series.get("stats/tokens_per_second", {})
+    steps = sorted(rates.keys() & tokens.keys())
+    if not steps:
+        return {}
+    count, rate = to_array(tokens[s] for s in steps), to_array(rates[s] for s in steps)
+    per_step = np.diff(count, prepend=0.0) / np.maximum(rate, 1e-9)
+    if len(steps) > 1 and steps[0] > 1:  # the metrics begin later than the run
+        per_step[0] = per_step[1]
+    return dict(zip(steps, (np.cumsum(per_step) / 3600).tolist(), strict=True))
+
+
+def downsample(x: np.ndarray, y: np.ndarray, limit: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """At most `limit` points of a line x, y [N] that draw like all of them.
+
+    From each of limit / 4 groups of neighbours: the first, the last, the smallest and the largest (M4, Jugel et al.,
+    VLDB 2014). Nothing is averaged: every point kept is one of the line's own.
+    """
+    if len(x) <= limit:
+        return x, y
+    edges = np.linspace(0, len(x), limit // 4 + 1).astype(int)
+    kept: set[int] = set()
+    for begin, end in itertools.pairwise(edges.tolist()):
+        part = y[begin:end]
+        kept.update((begin, end - 1, begin + int(part.argmin()), begin + int(part.argmax())))
+    order = np.array(sorted(kept))
+    return x[order], y[order]
+
+
+def smoothed(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The trend of a noisy line, as report/plot.py draws it."""
+    x, y = thin(x, y, _SMOOTHED_POINTS)
+    return (x, smooth(y, len(y) // 50)) if len(y) else (x, y)
+
+
+def rounded(values: np.ndarray, digits: int = 5) -> list[float]:
+    """Values with so many significant digits, which is what a page needs and a third of the bytes."""
+    return [float(f"{value:.{digits}g}") for value in values.tolist()]

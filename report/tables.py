@@ -1,0 +1,228 @@
+"""The parts of a report that are tables and texts: restarts, configuration, sample completions, environment."""
+
+from __future__ import annotations
+
+import html
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from report.runs import RunRecord
+from training.config import FIELDS
+
+_OF_THE_FOLDER = ("flags.name", "flags.output_dir")  # say where a run lies, not what it is
+MISSING = '<span class="muted">–</span>'
+
+
+def escape(value: Any) -> str:
+    """A value as text in HTML."""
+    return html.escape(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "texts") -> str:
+    """A table that scrolls by itself where it is too wide. Cells are HTML. kind: "texts" or "numbers"."""
+    top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
+    body = "".join(
+        f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>' for row in rows
+    )
+    return (
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>\n'
+    )
+
+
+def heading(record: RunRecord, records: Sequence[RunRecord]) -> str:
+    """The run's name above its part of a section, where there are several runs."""
+    return f"<h3>{escape(record.name)}</h3>" if len(records) > 1 else ""
+
+
+# Restarts
+
+
+def restarts(records: Sequence[RunRecord]) -> str:
+    """A table of the starts of each run that started more than once; "" where none did."""
+    parts = []
+    for record in records:
+        if len(record.starts) < 2:
+            continue
+        jobs = any(start.job for start in record.starts)
+        rows = []
+        for number, start in enumerate(record.starts, start=1):
+            outcome = escape(start.outcome[:300]) or MISSING
+            cells = [str(number), escape(start.time.replace("T", " ").replace("+00:00", " UTC")), f"{start.step:,}"]
+            cells += [escape(start.device) or MISSING, escape(start.host), *([escape(start.job)] if jobs else [])]
+            rows.append([*cells, outcome])
+        head = ["Start", "Time", "From step", "Devices", "Host", *(["SLURM job"] if jobs else []), "Then"]
+        parts.append(heading(record, records) + table(head, rows))
+    return "".join(parts)
+
+
+# Configuration
+
+
+def flattened(config: dict[str, Any]) -> dict[str, Any]:
+    """The values of a config.json that describe the run, by dotted name."""
+    found: dict[str, Any] = {}
+    for group in ("flags", "model", "data"):
+        values = config.get(group)
+        if isinstance(values, dict):
+            found.update({f"{group}.{name}": value for name, value in values.items() if name != "sources"})
+    return found
+
+
+def configuration(records: Sequence[RunRecord]) -> str:
+    """What differs between runs, or for one run from the defaults; then everything, folded."""
+    values = [flattened(record.config) for record in records]
+    if not any(values):
+        return ""
+    names = [n for n in dict.fromkeys(n for found in values for n in found) if n not in _OF_THE_FOLDER]
+    if len(records) == 1:
+        changed = [name for name in names if _differs_from_default(name, values[0][name])]
+        rows = [[_name(n), _code(values[0][n]), escape(_default(n))] for n in changed]
+        first = table(["Set for this run", "Value", "Default"], rows) if rows else ""
+        every = table(["Setting", "Value"], [[_name(n), _code(values[0][n])] for n in names])
+        return f"{first}<details><summary>All {len(names)} settings</summary>{every}</details>"
+    absent = object()
+    different = [
+        n
+        for n in names
+        if n not in _OF_THE_FOLDER and len({json.dumps(v.get(n, None), sort_keys=True) for v in values}) > 1
+    ]
+    head = ["Setting", *(escape(record.name) for record in records)]
+    rows = [[_name(n), *(_code(v[n]) if n in v else MISSING for v in values)] for n in different]
+    same = [n for n in names if n not in different and values[0].get(n, absent) is not absent]
+    shared = table(["Setting", "Value"], [[_name(n), _code(values[0][n])] for n in same])
+    first = table(head, rows) if rows else "<p>These runs have the same configuration.</p>"
+    return f"{first}<details><summary>{len(same)} settings that all of them share</summary>{shared}</details>"
+
+
+def _name(name: str) -> str:
+    group, _, flag = name.partition(".")
+    known = FIELDS.get(flag) if group == "flags" else None
+    hint = f' title="{html.escape(known.metadata["help"])}"' if known else ""
+    return f"<code{hint}>{'--' if group == 'flags' else f'{group}.'}{html.escape(flag)}</code>"
+
+
+def _code(value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else value
+    return f"<code>{escape(text)}</code>" if value not in ("", None, []) else MISSING
+
+
+def _default(name: str) -> Any:
+    """The default of a flag as config.json would hold it; None for what is no flag."""
+    group, _, flag = name.partition(".")
+    if group != "flags" or flag not in FIELDS:
+        return None
+    default = FIELDS[flag].default
+    return list(default) if isinstance(default, tuple) else default
+
+
+def _differs_from_default(name: str, value: Any) -> bool:
+    default = _default(name)  # None: chosen by the device
+    return name.startswith("flags.") and name not in _OF_THE_FOLDER and default is not None and value != default
+
+
+# Sample completions
+
+
+def samples(records: Sequence[RunRecord]) -> str:
+    """The newest sample completions of each run, earlier ones folded; "" without any."""
+    parts = []
+    for record in records:
+        by_step: dict[int, list[dict[str, Any]]] = {}
+        for sample in record.samples:
+            if isinstance(sample.get("step"), int):
+                by_step.setdefault(sample["step"], []).append(sample)
+        if not by_step:
+            continue
+        *earlier, newest = sorted(by_step)
+        told = f"After step {newest:,}{_weights(by_step[newest])}."
+        parts.append(f"{heading(record, records)}<p class='muted'>{told}</p>{_sample_list(by_step[newest])}")
+        parts += [
+            f"<details><summary>Step {step:,}</summary>{_sample_list(by_step[step])}</details>"
+            for step in reversed(earlier)
+        ]
+    return "".join(parts)
+
+
+def _weights(found: list[dict[str, Any]]) -> str:
+    return ", averaged weights (EMA)" if any(sample.get("weights") == "ema" for sample in found) else ""
+
+
+def _sample_list(found: list[dict[str, Any]]) -> str:
+    causal = "".join(_continuation(sample) for sample in found if sample.get("kind") == "causal")
+    masked = "".join(_filling(sample) for sample in found if sample.get("kind") == "masked")
+    parts = []
+    if causal:
+        parts.append(f"<div><h4>Continued, reading from left to right</h4>{causal}</div>")
+    if masked:
+        parts.append(f"<div><h4>Gaps filled, reading in both directions</h4>{masked}</div>")
+    return f'<div class="samples">{"".join(parts)}</div>'
+
+
+def _continuation(sample: dict[str, Any]) -> str:
+    truth = sample.get("truth")
+    told = f"<p class='truth'>in the text: {escape(str(truth).strip())} ...</p>" if truth else ""
+    return (
+        f"<blockquote><span class='muted'>{escape(str(sample.get('prompt', '')))}</span>"
+        f"<mark>{escape(str(sample.get('text', '')))}</mark>{told}</blockquote>"
+    )
+
+
+def _filling(sample: dict[str, Any]) -> str:
+    """A text with its gaps as boxes, and under it what the model would put into each."""
+    before, *after = str(sample.get("text", "")).split("<mask>")
+    gaps = sample.get("gaps") or []
+    text, lists = escape(before), []
+    for number, (piece, gap) in enumerate(zip(after, gaps, strict=False), start=1):
+        text += f"<mark class='gap'>{number if len(gaps) > 1 else '?'}</mark>{escape(piece)}"
+        truth = gap.get("truth")
+        words = "".join(
+            f"<li{' class=right' if truth is not None and word == truth else ''} style='--share:{share:.4f}'>"
+            f"<span>{escape(str(word).strip() or repr(word))}</span><span>{100 * share:.1f} %</span></li>"
+            for word, share in gap.get("candidates", [])
+        )
+        told = f"<span class='muted'>in the text: {escape(str(truth).strip())}</span>" if truth is not None else ""
+        lists.append(f"<div>{told}<ol>{words}</ol></div>")
+    return f"<blockquote>{text}<div class='gaps'>{''.join(lists)}</div></blockquote>"
+
+
+# Environment
+
+
+def environment(records: Sequence[RunRecord]) -> str:
+    """Versions, commit, data and command line of each run; "" where nothing was recorded."""
+    facts = [_facts(record) for record in records]
+    names = list(dict.fromkeys(name for found in facts for name in found))
+    if not names:
+        return ""
+    head = ["", *(escape(record.name) for record in records)] if len(records) > 1 else ["What", "Value"]
+    rows = [[escape(name), *(found.get(name, MISSING) for found in facts)] for name in names]
+    commands = []
+    for record in records:
+        launches = record.config.get("launches") or [{}]
+        command = launches[-1].get("command")
+        if isinstance(command, list):
+            line = shlex.join(str(part) for part in command)
+            commands.append(f"{heading(record, records)}<pre>{escape(line).replace(' --', ' <wbr>--')}</pre>")
+    told = f"<details><summary>Command line</summary>{''.join(commands)}</details>" if commands else ""
+    return table(head, rows) + told
+
+
+def _facts(record: RunRecord) -> dict[str, str]:
+    config, facts = record.config, {}
+    for name, version in (config.get("versions") or {}).items():
+        facts[name] = escape(version)
+    if commit := config.get("git_commit"):
+        dirty = " with uncommitted changes" if commit.endswith("+") else ""
+        facts["git commit"] = f"<code>{escape(commit.rstrip('+')[:12])}</code>{dirty}"
+    if record.starts:
+        last = record.starts[-1]
+        facts["started"] = escape(record.starts[0].time.replace("T", " ").replace("+00:00", " UTC"))
+        facts |= {"device": escape(last.device) or MISSING, "host": escape(last.host)}
+    data = config.get("data") or {}
+    if "tokens" in data:
+        facts["corpus"] = f"{data['tokens']:,} tokens in {data.get('documents', 0):,} documents"
+    if "identity" in data:
+        facts["data fingerprint"] = f"<code>{escape(str(data['identity'])[:16])}</code>"
+    return facts

@@ -1,0 +1,146 @@
+"""What a job script does when its ranks have ended: say which failed first and why, and requeue where they could not.
+
+    python slurm/requeue.py --exit_code CODE_OF_SRUN -- FLAGS OF THE RUN
+
+The ranks requeue their job themselves. Left for this script are the cases where they cannot: a container without
+scontrol, a signal that came before Python could handle it, and, with REQUEUE_ON_CRASH=1, a failure of hardware or
+network (training/errors.py has the kinds), after which the next start avoids the host at fault, where there is a single
+one. Which kind it was the ranks have left in the run folder; srun knows only how the worst of them ended, perhaps by
+its own hand. This script's exit code is the job's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from training import preemption
+from training.checkpoint_names import checkpoint_folders, newest_step
+from training.config import ConfigError, TrainingConfig, parse_config
+from training.environment import Environment, read_environment
+from training.errors import BUG, DONE, HARDWARE, KINDS, kind_of_code
+from training.status import (
+    FAILED,
+    FINISHED,
+    REQUEUE_WANTED,
+    REQUEUED,
+    RUNNING,
+    Status,
+    first_failure,
+    hosts_at_fault,
+    read_status,
+    write_status,
+)
+from training.stopping import RestartRefused, excuse_attempt, register_attempt
+
+_EARLY = {128 + signal.SIGHUP, 128 + signal.SIGUSR1, 128 + signal.SIGUSR2, 128 + signal.SIGTERM}
+
+
+def finish(config: TrainingConfig, environment: Environment, exit_code: int, requeue_on_crash: bool) -> tuple[int, str]:
+    """Exit code of the job, and what to say last ("" where all is said)."""
+    status = read_status(config.run_folder)
+    if status is not None and status.job_id != environment.job_id:
+        status = None  # another job's
+    elif status is not None and status.restart_count != environment.restart_count:
+        status = replace(status, state=RUNNING)  # of a start before this one, which left none
+    if exit_code == 0 and (status is None or status.state != REQUEUE_WANTED):
+        return DONE, ""
+    if status is not None and status.state in (FINISHED, REQUEUED):
+        return DONE, ""  # what came afterwards, such as a late signal, changes nothing
+    failure = first_failure(config.run_folder, environment.job_id, environment.restart_count)
+    if status is not None and status.state == REQUEUE_WANTED:
+        cause = ""
+    elif failure is not None:
+        cause = f"rank {failure.rank} on {failure.host} failed first: {failure.error}"
+    elif exit_code > 128:
+        cause = f"a rank was killed by {_signal_name(exit_code - 128)}; srun's lines above say which"
+    else:
+        cause = f"a rank ended with exit code {exit_code}; its error is above"
+    wanted = status is not None and status.state == REQUEUE_WANTED
+    early = exit_code in _EARLY and failure is None
+    if early:
+        excuse_attempt(config, environment)
+    kind = kind_of_code(exit_code) if failure is None else KINDS.get(failure.kind, BUG)
+    code = exit_code if failure is None else kind.code
+    if config.requeue == "never" or not (wanted or early or (kind.retried and requeue_on_crash)):
+        return _fail(config, environment, status, code, cause)
+    host = failure.host_at_fault if failure is not None and kind is HARDWARE else ""
+    return _requeue(config, environment, status, code, cause, host)
+
+
+def _requeue(
+    config: TrainingConfig, environment: Environment, status: Status | None, exit_code: int, cause: str, host: str
+) -> tuple[int, str]:
+    """host: the one at fault, which the next start avoids if it can; "" if that is not known."""
+    assert environment.job_id is not None
+    step = newest_step(*checkpoint_folders(config.run_folder))
+    try:
+        register_attempt(config, environment, step)
+    except RestartRefused as error:
+        return _fail(config, environment, status, exit_code, f"{cause}. {error}")
+    nodes, words = [], ""
+    if host and hosts_at_fault(config.run_folder, environment.job_id, environment.restart_count) == {host}:
+        blamed = hosts_at_fault(config.run_folder, environment.job_id) - {host}
+        nodes, words = preemption.plan_exclusion(environment.job_id, host, blamed)
+    outcome, answer = preemption.requeue(environment.job_id, environment.restart_count)
+    if outcome == preemption.REQUEUED:
+        write_status(config.run_folder, environment, REQUEUED, cause, step, config.max_steps)
+        if nodes and (refusal := preemption.exclude(environment.job_id, nodes)):  # a running job cannot be changed
+            nodes, words = [], f"{host} is not excluded: {refusal}"
+        words = f"{' ' if nodes else '; '}{words}" if words else ""
+        return DONE, f"{cause}{'; ' if cause else ''}SLURM starts job {environment.job_id} again{words}"
+    reason = "it was cancelled" if outcome == preemption.CANCELLED else answer or outcome
+    return _fail(config, environment, status, exit_code, f"{cause}; job {environment.job_id} is not requeued: {reason}")
+
+
+def _fail(
+    config: TrainingConfig, environment: Environment, status: Status | None, exit_code: int, cause: str
+) -> tuple[int, str]:
+    if status is not None and status.state in (RUNNING, FAILED):  # rank 0 may not have lived to say so, or not know
+        step = newest_step(*checkpoint_folders(config.run_folder))
+        with contextlib.suppress(OSError):  # a full disk
+            write_status(config.run_folder, environment, FAILED, cause, step, config.max_steps)
+    return exit_code or BUG.code, f"job {environment.job_id} failed: {cause}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--exit_code", type=int, required=True, metavar="N", help="what srun returned")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="the training flags, after --")
+    arguments = parser.parse_args(argv)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the ranks have said it
+            config = parse_config(arguments.flags, "")
+    except (ConfigError, SystemExit):
+        return arguments.exit_code
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # as the job script did; a requeue sends TERM, with work left to do here
+    crash = os.environ.get("REQUEUE_ON_CRASH", "0") not in ("", "0")
+    try:
+        code, words = finish(config, read_environment(os.environ, alone=True), arguments.exit_code, crash)
+    except OSError as error:
+        code, words = arguments.exit_code or BUG.code, f"{error.filename or config.run_folder}: {error.strerror}"
+    if words:
+        print(words, file=sys.stderr if code else sys.stdout, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Training steps in which waiting for the device is an error; a program for several GPUs, too, under torchrun."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+
+import training.loop
+from data.loader import Loader
+from training.config import TrainingConfig, parse_config
+from training.distributed import World, start_world
+from training.setup import read_inputs
+from training.step import AsyncStepMetrics, agree, train_step
+
+
+def train_without_waiting(
+    config: TrainingConfig, world: World, uses_cuda_graphs: bool
+) -> dict[int, list[dict[str, Any]]]:
+    """A run's records by row length. Raises RuntimeError where a normal step waits for the device.
+
+    A step is all from the agreement to the log line of the step before, statistics and fingerprints included. What
+    AsyncStepMetrics may wait for is the event of the step before; `torch.cuda.Event.synchronize` is no error in this
+    mode. The first steps of a row length may wait: they make tables, and compile, and record graphs.
+    """
+    read = read_inputs(training.loop.resolve_device_defaults(config, world.device))
+    state, log = training.loop.make_state(read, world, None), AsyncStepMetrics(read, world)
+    assert state.forward_backward.records == uses_cuda_graphs
+    first = 8 if uses_cuda_graphs else 2
+    sizes = {"rank": world.rank, "world_size": world.size, "local_batch_size": config.local_batch_size}
+    loader = Loader(read.builder, **sizes, split="rows", pin_memory=True)
+    lengths: list[int] = []
+    records = []
+    try:
+        for batch in loader:
+            lengths.append(batch.plan.seq_length)
+            try:
+                torch.cuda.set_sync_debug_mode("error" if lengths.count(lengths[-1]) > first else "default")
+                targets, *_ = agree(world, batch, wants_stop=False)
+                records += log.push(train_step(state, read, world, batch, targets))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    finally:
+        loader.close()
+    records += log.flush()
+    assert state.forward_backward.records == uses_cuda_graphs, "a recording has failed"
+    assert [record["step"] for record in records] == list(range(1, config.max_steps + 1))
+    return {n: [r for r, length in zip(records, lengths, strict=True) if length == n] for n in sorted(set(lengths))}
+
+
+def main() -> None:
+    """One rank of several, with CUDA graphs and many buckets of gradients; rank 0 prints the records."""
+    training.loop.GradientBuckets = functools.partial(training.loop.GradientBuckets, bucket_bytes=20_000)
+    config = parse_config(sys.argv[1:], "")
+    world = start_world(config)
+    records = train_without_waiting(config, world, uses_cuda_graphs=True)
+    if world.is_main:
+        print(json.dumps(records))
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Several ranks on this machine, each with its own arguments, variables and faults; a helper and the ranks' program.
+
+Runs follow one another in the same processes: importing torch takes longer than a short run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":  # run as a file: make the repository root importable
+    sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402 - after the path
+
+FAULTS: dict[str, Callable[[int], contextlib.AbstractContextManager]] = {}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Arguments of all ranks, further ones of rank 1, its variables, and the name of a fault below."""
+
+    arguments: Sequence[str]
+    rank_1: Sequence[str] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+    fault: str = ""
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one run on one rank."""
+
+    code: int
+    text: str
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def start_ranks(runs: Sequence[Run], world_size: int = 2) -> list[subprocess.Popen[str]]:
+    """The processes of all ranks, which take one run after the other."""
+    told = json.dumps([{**asdict(run), "port": free_port()} for run in runs])
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "TORCHELASTIC"))}
+    common = {**kept, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, __file__, told],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def run_ranks(runs: Sequence[Run], world_size: int = 2) -> list[list[Outcome]]:
+    """What became of every run, by rank."""
+    processes = start_ranks(runs, world_size)
+    try:
+        lines = [process.communicate(timeout=300)[0].splitlines() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    by_rank = [[Outcome(**json.loads(line)) for line in rank] for rank in lines]
+    return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
+
+
+def fault(function: Callable[[int], Iterator[None]]) -> None:
+    """Registers what goes wrong around a run on a rank."""
+    FAULTS[function.__name__] = contextlib.contextmanager(function)
+
+
+@fault
+def bad_norm(rank: int) -> Iterator[None]:
+    """Rank 1 alone finds an infinite gradient at step 6, after the sum over ranks."""
+    from training import loop
+
+    train_step = loop.train_step
+
+    def step(state, *arguments):
+        if state.step == 5 and rank == 1:
+            update = state.update
+
+            def faulty():
+                next(iter(state.model.parameters())).grad.view(-1)[0] = float("inf")
+                return update()
+
+            with mock.patch.object(state, "update", faulty):
+                return train_step(state, *arguments)
+        return train_step(state, *arguments)
+
+    with mock.patch.object(loop, "train_step", step):
+        yield
+
+
+def _flips(rank: int, choose: Callable) -> Iterator[None]:
+    """A bit of a tensor that `choose` finds in the state flips on rank 1 after step 5."""
+    from training import loop
+
+    train_step = loop.train_step
+
+    def step(state, *arguments):
+        done = train_step(state, *arguments)
+        if state.step == 5 and rank == 1:
+            choose(state).data.view(torch.int32).view(-1)[3] ^= 1 << 29
+        return done
+
+    with mock.patch.object(loop, "train_step", step):
+        yield
+
+
+@fault
+def flipped_weight(rank: int) -> Iterator[None]:
+    yield from _flips(rank, lambda state: dict(state.model.named_parameters())["transformer.mlp_layers.0.mlp.1.weight"])
+
+
+@fault
+def flipped_average(rank: int) -> Iterator[None]:
+    yield from _flips(rank, lambda state: state.ema.state_dict()["embedding.word_embedding.weight"])
+
+
+@fault
+def stopped(rank: int) -> Iterator[None]:
+    """Rank 1 is stopped after step 5, as by SIGSTOP from outside."""
+    from training import loop
+
+    train_step = loop.train_step
+
+    def step(state, *arguments):
+        done = train_step(state, *arguments)
+        if state.step == 5 and rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return done
+
+    with mock.patch.object(loop, "train_step", step):
+        yield
+
+
+def main() -> None:
+    from training import reporting
+    from training.distributed import start_world
+    from training.loop import main as train
+
+    rank, reporting._LAUNCHER_SECONDS = int(os.environ["RANK"]), 0.0  # there is no launcher
+    for told in json.loads(sys.argv[1]):
+        run, text = Run(**told), io.StringIO()
+        arguments = [*run.arguments, *(run.rank_1 if rank == 1 else ())]
+        variables = {"MASTER_PORT": str(run.port), **(run.variables if rank == 1 else {})}
+        broken = FAULTS[run.fault](rank) if run.fault else contextlib.nullcontext()
+        printed = contextlib.redirect_stdout(text), contextlib.redirect_stderr(text)
+        with mock.patch.dict(os.environ, variables), broken, printed[0], printed[1]:
+            code = train(arguments, "", start_world)
+        print(json.dumps(asdict(Outcome(code, text.getvalue()))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

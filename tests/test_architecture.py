@@ -1,0 +1,306 @@
+"""Rules of the whole repository: who may import whom, what training needs, names, scripts, the lock, the Makefile."""
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+# From the top of the house to its foundation: a file imports only from names below its own, and from its own folder.
+_FLOORS = (
+    ("slurm", "benchmarks"),
+    ("train_multi_gpu",),
+    ("train_single_gpu",),
+    ("evaluation",),
+    ("report", "export"),
+    ("training",),
+    ("model_extra",),
+    ("model",),
+    ("model_config",),
+    ("ops", "data"),
+)
+BELOW = {
+    name: {lower for floor in _FLOORS[number + 1 :] for lower in floor}
+    for number, floor in enumerate(_FLOORS)
+    for name in floor
+}
+BELOW |= {"preprocessing": {"data"}, "demo": set()}
+# While the loop moves out of training/: the last of these go with it.
+_MOVING = {Path("training") / name for name in ("loop.py", "setup.py", "validation.py", "metric_logger.py")} | {
+    Path("report/html_report.py")
+}
+# The importer of published checkpoints needs the models, and only when it is run.
+BELOW_INSIDE_FUNCTIONS = {"preprocessing": {"model", "model_extra"}}
+AT_IMPORT_TIME = {"torch", "numpy", "tokenizers", "tqdm"}
+# Copied into exported folders, where transformers imports them; nothing here does.
+FOR_TRANSFORMERS = {Path("export") / f"{name}_gpt_bert.py" for name in ("configuration", "layers", "modeling")}
+LAZY = {
+    "wandb",
+    "submitit",
+    "transformers",
+    "matplotlib",
+    "flash_attn",
+    "zstandard",
+    "pyarrow",
+    "safetensors",
+    "triton",
+}
+FOREIGN = {"tokenizers", "datasets", "kernels", "logging", "profile", "tokenize", "transformers", "evaluate"}
+OUTSIDE = {"demo_output", "bench_output", "runs", "wandb", "build", "dist", "__pycache__"}
+LARGEST_FILE = 1_000_000
+
+
+def repository_files() -> list[Path]:
+    """Every file that is in git or could be added, relative to the root; without git, all but what OUTSIDE names."""
+    if (ROOT / ".git").exists():
+        command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+        return [Path(name) for name in names if name and (ROOT / name).is_file()]
+    found = []
+    for folder, subfolders, names in os.walk(ROOT):
+        subfolders[:] = [
+            s for s in subfolders if s not in OUTSIDE and (not s.startswith(".") or s in (".ci", ".github"))
+        ]
+        found += [(Path(folder) / name).relative_to(ROOT) for name in names]
+    return found
+
+
+SOURCES = sorted(path for path in repository_files() if path.suffix == ".py")
+MODULES = [path for path in SOURCES if path.parts[0] != "tests"]
+
+
+def layer(path: Path) -> str:
+    """The package or top-level module that a file belongs to."""
+    return path.parts[0] if len(path.parts) > 1 else path.stem
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"), filename=str(path))
+
+
+def is_type_checking(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports(path: Path) -> set[tuple[str, bool]]:
+    """The top-level names that a file imports, each with whether that happens when the file itself is imported."""
+    found: set[tuple[str, bool]] = set()
+
+    def visit(node: ast.AST, at_import: bool) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            at_import = False
+        if isinstance(node, ast.stmt) and is_type_checking(node):
+            return
+        if isinstance(node, ast.Import):
+            found.update((alias.name.split(".")[0], at_import) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.add((layer(path) if node.level else (node.module or "").split(".")[0], at_import))
+        for child in ast.iter_child_nodes(node):
+            visit(child, at_import)
+
+    visit(tree(path), True)
+    return found
+
+
+def is_script(path: Path) -> bool:
+    """Whether a file does something when it is run: it has `if __name__ == "__main__"`."""
+    return any(
+        isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'" for node in tree(path).body
+    )
+
+
+SCRIPTS = [path for path in MODULES if is_script(path)]
+
+
+def test_there_is_something_to_look_at():
+    names = {str(path) for path in SCRIPTS}
+    assert {"train_single_gpu.py", "train_multi_gpu.py", "report/plot.py", "evaluation/generate.py"} <= names
+    assert {"model", "model_extra", "ops", "data", "training", "preprocessing"} <= {layer(path) for path in MODULES}
+
+
+def test_every_module_has_its_place():
+    assert {layer(path) for path in MODULES} <= set(BELOW)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_imports_run_one_way(path):
+    own = layer(path)
+    ours = set(BELOW) | {"tests"}
+    for name, at_import in imports(path):
+        if name in ours and name != own:
+            if path in _MOVING and name in ("evaluation", "report"):
+                continue
+            allowed = BELOW[own] | (set() if at_import else BELOW_INSIDE_FUNCTIONS.get(own, set()))
+            assert name in allowed, f"{path} imports {name}, and {own} may import {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_import_time_needs_four_packages_only(path):
+    foreign = {name for name, at_import in imports(path) if at_import} - set(sys.stdlib_module_names) - set(BELOW)
+    assert foreign <= AT_IMPORT_TIME | ({"transformers"} if path in FOR_TRANSFORMERS else set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_single_gpu", "train_multi_gpu"])
+def test_training_loads_no_optional_package(script):
+    """What is loaded after importing a training script, beyond what torch and tokenizers load by themselves."""
+    code = "import json, sys; import torch, numpy, tokenizers, tqdm; before = set(sys.modules); import {}; "
+    code += "print(json.dumps([sorted(before), sorted(sys.modules)]))"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(script)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    before, after = (set(names) for names in json.loads(done.stdout))
+    assert f"{script}" in after
+    assert not {name for name in after - before if name.split(".")[0] in LAZY}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SCRIPTS, ids=str)
+def test_help_works_from_another_folder(path, tmp_path):
+    """Also as `python -m`, from the repository root, for what lies in a package."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    commands = [([str(ROOT / path)], tmp_path)]
+    if len(path.parts) > 1:
+        commands.append((["-m", ".".join(path.with_suffix("").parts)], ROOT))
+    for arguments, folder in commands:
+        done = subprocess.run(
+            [sys.executable, *arguments, "--help"],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("usage:")
+        assert done.stderr == ""
+
+
+def test_scripts_in_folders_replace_their_own_folder_on_the_path():
+    """Otherwise evaluation/ or data/ itself would be searched first, and a file there could hide a package."""
+    for path in SCRIPTS:
+        if len(path.parts) > 1:
+            source = (ROOT / path).read_text()
+            assert 'if __package__ in (None, "")' in source, path
+            assert "sys.path[0] = " in source, path
+
+
+def test_no_module_of_ours_hides_a_package():
+    installed = {name for name in importlib.metadata.packages_distributions() if not name.startswith("_")}
+    ours = {layer(path) for path in MODULES}
+    assert not ours & (installed | set(sys.stdlib_module_names) | FOREIGN)
+    inside = {path.stem for path in MODULES if len(path.parts) > 1}
+    assert not inside & FOREIGN
+
+
+def test_files_are_small():
+    large = {str(path): (ROOT / path).stat().st_size for path in repository_files()}
+    assert not {name: size for name, size in large.items() if size > LARGEST_FILE}
+
+
+def test_license_is_apache_2_in_full():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License\n                           Version 2.0, January 2004" in text
+    for number in range(1, 10):
+        assert re.search(rf"^   {number}\. [A-Z]", text, re.MULTILINE), number
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert project()["license"] == "Apache-2.0"
+
+
+@cache
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@cache
+def pins() -> dict[str, str]:
+    """The versions that requirements.lock gives this interpreter, by canonical name."""
+    found: dict[str, str] = {}
+    for line in (ROOT / "requirements.lock").read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        requirement = Requirement(line)
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "==", line
+        if requirement.marker is None or requirement.marker.evaluate():
+            name = canonicalize_name(requirement.name)
+            assert name not in found, f"{name} is pinned twice for this Python"
+            found[name] = specifier.version
+    return found
+
+
+def test_lock_satisfies_pyproject():
+    extras = project()["optional-dependencies"]
+    assert set(extras) == {"wandb", "slurm", "hf", "plot", "flash", "data", "dev"}
+    locked = [
+        *project()["dependencies"],
+        *(r for e in ("wandb", "slurm", "hf", "plot", "data", "dev") for r in extras[e]),
+    ]
+    for text in locked:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)], prereleases=True), text
+    assert pins()["torch"] == "2.13.0"
+
+
+def test_lock_pins_everything_that_it_pulls_in():
+    """Follows the requirements of what is pinned and installed; torch's CUDA packages are pinned by torch itself."""
+    by_torch = re.compile(r"nvidia-|cuda-|triton")
+    extras = {"pyright": {"nodejs"}, "transformers": {"serving"}}
+    missing = set()
+    for name in pins():
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # a GPU machine tests with the packages that it has
+        for text in distribution.requires or []:
+            requirement = Requirement(text)
+            wanted = {"", *extras.get(name, ())}
+            if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in wanted):
+                continue
+            needed = canonicalize_name(requirement.name)
+            if needed not in pins() and not by_torch.match(needed):
+                missing.add(f"{needed} (for {name})")
+    assert not missing
+
+
+def test_make_has_its_targets_and_explains_them():
+    done = subprocess.run(["make", "-C", str(ROOT)], capture_output=True, text=True, check=True)
+    for target in ("setup", "demo", "check", "test", "test-gpu", "lint", "bench", "clean", "help"):
+        assert re.search(rf"^  {target}  +\S", done.stdout, re.MULTILINE), target
+
+
+def test_make_without_an_environment_uses_the_given_python():
+    """On GPU machines, which bring their own torch and have no network: nothing is installed."""
+    for target, last in (("test-gpu", "some-python -m pytest -m gpu"), ("demo", "some-python demo.py")):
+        command = ["make", "-C", str(ROOT), "--no-print-directory", "-n", target, "VENV=", "PYTHON=some-python"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.strip().splitlines()[-1].startswith(last)
+        assert "pip" not in done.stdout
+
+
+def test_ci_and_the_workflow_run_make_test():
+    ci = ROOT / ".ci" / "run"
+    assert os.access(ci, os.X_OK)
+    assert ci.read_text().rstrip().endswith("make test")
+    assert "run: .ci/run" in (ROOT / ".github" / "workflows" / "test.yml").read_text()

@@ -1,0 +1,174 @@
+"""Micro-steps recorded as CUDA graphs are the micro-steps."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny_runs import ROOT, flags, make_inputs, run, training_lines
+
+from data.loader import TENSORS, RowBatch
+from training import forward_backward, loop, step
+from training.distributed import single_world
+from training.errors import USER
+from training.forward_backward import ForwardBackward, choose_rows, padded_targets
+from training.gradients import GradientBuckets
+from training.status import read_status
+
+
+@pytest.mark.parametrize("positions", [1, 7, 32, 1000, 32768])
+def test_slots_suffice_and_hardly_exceed(positions: int):
+    known: list[int] = []
+    for count in [*range(1, min(positions, 200) + 1), positions // 3 + 1, positions]:
+        slots = padded_targets(count, positions, known)
+        assert count <= slots <= positions
+        assert slots <= count + 2 * -(-positions // 64)
+        known.append(slots)
+    assert len(set(known)) <= 66
+
+
+def test_a_growing_batch_meets_few_sizes_and_little_padding():
+    known, padding = [1024], []
+    for rows in range(256, 1025):
+        size = choose_rows(rows, known)
+        known.append(size)
+        assert size >= rows
+        padding.append(size / rows - 1)
+    assert len(set(known)) <= 65
+    assert max(padding) < 1 / 32
+    assert sum(padding) / len(padding) < 0.011
+    assert choose_rows(1023, [1024]) == 1024
+    assert [choose_rows(rows, ()) for rows in range(1, 65)] == list(range(1, 65))
+
+
+class EagerGraph:
+    """Stands where there is no GPU for a captured graph: a replay computes what it would."""
+
+    def __init__(self, steps: ForwardBackward, batch, slots: int):
+        self._run = lambda: steps._run(batch, slots, last=False)
+
+    def replay(self) -> None:
+        self._run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masking", ["even", "random"])
+def test_rows_filled_up_with_padding_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masking: str):
+    """In a run whose batch and rows grow, and whose last micro-batch is any size."""
+    inputs = make_inputs(tmp_path / "inputs")
+    options = {"masking": masking, "max_steps": 20, "local_batch_size": 45, "global_batch_size": 128, "valid_path": ""}
+    assert loop.main(flags(inputs, tmp_path, "plain", **options), "", single_world) == 0
+    filled: list[int] = []
+
+    def capture(self: ForwardBackward, batch: RowBatch, rows: int, slots: int):
+        filled.append(rows - len(batch))
+        own = dataclasses.replace(
+            batch, **{name: forward_backward._room(getattr(batch, name), rows) for name in TENSORS}
+        )
+        return forward_backward._Graph(EagerGraph(self, own, slots), own, [])  # type: ignore[arg-type]  # a stand-in
+
+    monkeypatch.setattr(forward_backward, "_ROW_SIZES", 4)
+    monkeypatch.setattr(loop, "graph_obstacle", lambda *_: "")
+    monkeypatch.setattr(loop, "compile_layers", lambda model: None)
+    monkeypatch.setattr(ForwardBackward, "_capture", capture)
+    monkeypatch.setattr(GradientBuckets, "sum_replayed", lambda *_: None)
+    assert loop.main(flags(inputs, tmp_path, "padded", **options, compile=True), "", single_world) == 0
+    plain, padded = training_lines(tmp_path / "plain"), training_lines(tmp_path / "padded")
+    for key in ("train/loss", "train/accuracy", "stats/grad_norm"):
+        assert [line[key] for line in padded] == pytest.approx([line[key] for line in plain], rel=2e-4), key
+    assert max(filled) > 2
+
+
+@pytest.mark.gpu
+def test_graphs_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Row lengths, the share of masks, the batch's size and the last micro-batch's change on the way."""
+    inputs = make_inputs(tmp_path / "inputs", hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    losses, norms = [], []
+    for name, graphs, compiled in (("plain", "0", False), ("recorded", "1", True), ("compiled", "0", True)):
+        monkeypatch.setenv("HYBRID_CUDA_GRAPHS", graphs)
+        options = {
+            "device": "cuda",
+            "learning_rate": 1e-3,
+            "local_batch_size": 24,
+            "max_steps": 24,
+            "compile": compiled,
+        }
+        done = run(flags(inputs, tmp_path, name, **options))
+        assert "without CUDA graphs" not in done.stderr
+        lines = training_lines(tmp_path / name)
+        losses.append([line["train/loss"] for line in lines])
+        norms.append([line["stats/grad_norm"] for line in lines])
+        counts = [line.get("train/accuracy") for line in lines]
+        assert all(count is not None for count in counts)
+    for other in (1, 2):
+        assert losses[other] == pytest.approx(losses[0], rel=4e-3)
+        assert norms[other] == pytest.approx(norms[0], rel=6e-2)
+    assert losses[1][:3] == pytest.approx(losses[2][:3], rel=5e-4)
+
+
+WARMED = """
+import sys
+sys.path.insert(0, {root!r})
+import training.loop
+from training.distributed import single_world, start_world
+training.loop.compile_layers = lambda model: None  # a compiler takes minutes on a CPU
+sys.exit(training.loop.main(sys.argv[1:], "", {world}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_warming_up_leaves_no_trace(tmp_path: Path, ranks: int):
+    inputs = make_inputs(tmp_path / "inputs")
+    # The same ranks for both, so that sums are taken in the same order and nothing but warming up differs.
+    run(flags(inputs, tmp_path, "cold", max_steps=12), ranks)
+    script = tmp_path / "warmed.py"
+    script.write_text(WARMED.format(root=str(ROOT), world="start_world" if ranks else "single_world"))
+    done = run(flags(inputs, tmp_path, "warm", max_steps=12, compile=True), ranks, script=script)
+    assert "compiled for rows of 16, 32, 64 tokens in" in done.stdout
+    lines = {name: training_lines(tmp_path / name) for name in ("cold", "warm")}
+    for key in ("train/loss", "stats/grad_norm"):
+        cold, warm = ([line[key] for line in lines[name]] for name in ("cold", "warm"))
+        assert warm == cold
+
+
+def test_too_little_memory_is_one_sentence_before_the_first_step(tmp_path: Path, monkeypatch, capsys):
+    def warm_up(*_: object) -> str:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 1 GiB")
+
+    monkeypatch.setattr(loop, "compile_layers", lambda model: None)
+    monkeypatch.setattr(loop, "warm_up", warm_up)
+    assert loop.main(flags(make_inputs(tmp_path / "inputs"), tmp_path, compile=True), "", single_world) == USER.code
+    error = "error: CUDA out of memory; lower --local_batch_size: it changes speed alone\n"
+    assert capsys.readouterr().err == error
+    assert not training_lines(tmp_path / "run")
+    status = read_status(tmp_path / "run")
+    assert status is not None
+    assert status.state == "failed"
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("graphs", ["0", "1"])
+def test_no_step_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: str):
+    """What has been compiled before the first step suffices for all row lengths, batch sizes and shares of masks."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    compiled: list[int] = []
+
+    def warm_up(*arguments) -> str:
+        done = step.warm_up(*arguments)
+        compiled.append(counters["stats"]["unique_graphs"])
+        return done
+
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setenv("HYBRID_CUDA_GRAPHS", graphs)
+    monkeypatch.setattr(loop, "warm_up", warm_up)
+    inputs = make_inputs(tmp_path / "inputs", hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    options = {"device": "cuda", "local_batch_size": 24, "max_steps": 24, "compile": True, "valid_path": ""}
+    assert loop.main(flags(inputs, tmp_path, **options), "", single_world) == 0
+    assert len(training_lines(tmp_path / "run")) == 24
+    assert compiled[0] > 0
+    assert counters["stats"]["unique_graphs"] == compiled[0]

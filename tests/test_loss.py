@@ -1,0 +1,163 @@
+"""The loss: shares, global counts, z-loss, positions of targets; equality however a batch is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.masking import IGNORE_INDEX, ModelInputs
+from data.plan import CAUSAL, MASKED
+from training.distributed import World
+from training.divergence import DivergenceError
+from training.environment import Environment
+from training.loss import (
+    CORRECT,
+    COUNT,
+    LOSS,
+    SQUARED_LOG_Z,
+    evaluate,
+    loss_weights,
+    sums_by_objective,
+    target_positions,
+    target_scores,
+)
+from training.setup import Inputs
+from training.step import AsyncStepMetrics, InFlightStep, NonFiniteError
+
+
+@given(st.integers(1, 5), st.integers(1, 30), st.floats(0, 1), st.integers(0, 99))
+def test_target_positions_are_those_of_nonzero(rows, length, share, seed):
+    torch.manual_seed(seed)
+    labels = torch.randint(0, 50, (rows, length)).masked_fill(torch.rand(rows, length) > share, IGNORE_INDEX)
+    expected = (labels.flatten() != IGNORE_INDEX).nonzero()[:, 0]
+    assert torch.equal(target_positions(labels, len(expected)), expected)
+
+
+def test_scores_are_cross_entropy_and_squared_log_partition():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(40, 17), torch.randint(0, 17, (40,))
+    loss, squared, correct = target_scores(logits, labels)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, labels, reduction="none"))
+    torch.testing.assert_close(squared, logits.logsumexp(-1) ** 2)
+    assert correct.sum() == (logits.argmax(-1) == labels).sum()
+
+
+def test_weights_are_shares_of_rows_over_counts_of_targets():
+    weights = loss_weights((15, 1), (300, 127), token_weighted=False)
+    assert weights.share == (15 / 16, 1 / 16)
+    assert weights.per_target == (15 / 16 / 300, 1 / 16 / 127)
+    weights = loss_weights((15, 1), (300, 100), token_weighted=True)
+    assert weights.per_target == pytest.approx((1 / 400, 1 / 400))
+
+
+def test_an_objective_without_targets_weighs_nothing():
+    weights = loss_weights((4, 4), (0, 100), token_weighted=False)
+    assert weights.share == (0.0, 0.5)
+    assert weights.per_target == (0.0, 0.005)
+    assert loss_weights((0, 0), (0, 0), token_weighted=True).per_target == (0.0, 0.0)
+
+
+def test_sums_by_objective():
+    scores = (torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 1.0, 3.0]), torch.tensor([1.0, 0.0, 1.0]))
+    sums = sums_by_objective(scores, torch.tensor([False, False, True]))
+    assert sums[MASKED].tolist() == [3.0, 2.0, 1.0, 2.0]
+    assert sums[CAUSAL].tolist() == [4.0, 3.0, 1.0, 1.0]
+    assert (LOSS, SQUARED_LOG_Z, CORRECT, COUNT) == (0, 1, 2, 3)
+
+
+def test_scores_of_a_batch_with_both_objectives_go_to_the_right_one():
+    """A model that always predicts token 7: correct exactly where the label is 7."""
+
+    def model(input_ids, document_ids, causal, positions, keys, sizes):
+        return F.one_hot(torch.full((len(positions),), 7), 10).float() * 20
+
+    labels = torch.tensor([[7, IGNORE_INDEX, 3], [7, 7, IGNORE_INDEX], [IGNORE_INDEX] * 3])
+    inputs = ModelInputs(torch.zeros(3, 3).long(), labels, torch.zeros(3, 3).long(), torch.tensor([False, True, True]))
+    scores, causal = evaluate(model, inputs, 4, None)
+    assert causal.tolist() == [False, False, True, True]
+    assert sums_by_objective(scores, causal)[:, CORRECT].tolist() == [1.0, 2.0]
+
+
+def test_no_targets_at_all():
+    labels = torch.full((2, 3), IGNORE_INDEX)
+    assert target_positions(labels, 0).tolist() == []
+    scores = target_scores(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64))
+    assert sums_by_objective(scores, torch.zeros(0, dtype=torch.bool)).abs().sum() == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("place", "error", "words"),
+    [
+        (4 + LOSS, NonFiniteError, "rank 2, causal objective: the summed loss is"),
+        (-1, DivergenceError, "gradient norm is (nan|inf) on rank 2 alone"),
+    ],
+)
+def test_a_bad_loss_or_norm_names_step_and_rank(bad: float, place: int, error: type[Exception], words: str):
+    """Three ranks of which the last has a bad causal loss, or norm: every rank says so."""
+    local = torch.ones(9, dtype=torch.float64)
+    local[place] = bad
+
+    @dataclass(frozen=True)
+    class ThreeRanks(World):
+        def all_gather_objects(self, value):
+            return [[1.0] * 9, [1.0] * 9, local.tolist()]
+
+    for rank in range(3):
+        own = local if rank == 2 else torch.ones_like(local)
+        pending = InFlightStep({"step": 7}, (0.5, 0.5), own + 2 * local, own, None, {}, 10, 1.0)
+        world = ThreeRanks(rank, 3, torch.device("cpu"), Environment("none"))
+        log = AsyncStepMetrics(cast(Inputs, None), world)  # a bad step is noticed before anything of the run is needed
+        with pytest.raises(error, match=f"step 7: .*{words}"):
+            log.push(pending)
+
+
+def test_slots_that_are_left_over_change_nothing():
+    def model(input_ids, document_ids, causal, positions, keys, sizes):
+        return torch.randn(6, 10, generator=torch.Generator().manual_seed(0))[positions] * weight
+
+    weight = torch.ones((), requires_grad=True)
+    labels = torch.tensor([[7, IGNORE_INDEX, 3], [IGNORE_INDEX, 7, IGNORE_INDEX]])
+    inputs = ModelInputs(torch.zeros(2, 3).long(), labels, torch.zeros(2, 3).long(), torch.tensor([False, True]))
+    sums = []
+    for slots in (3, 5, 6):
+        scores, objective = evaluate(model, inputs, slots, None)
+        assert objective.tolist() == [0, 0, 1] + [-1] * (slots - 3)
+        sums.append(sums_by_objective(scores, objective))
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+    assert sums[0][:, COUNT].tolist() == [2.0, 1.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [8, 2056, 16384])
+def test_scores_by_kernels_are_those_of_the_plain_form(vocabulary: int):
+    torch.manual_seed(0)
+    logits = (torch.randn(37, vocabulary, device="cuda") * 4).bfloat16()
+    labels = torch.randint(vocabulary, (37,), device="cuda")
+    labels[:9] = logits[:9].argmax(-1)
+    upstream = torch.randn(2, 37, device="cuda")
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        own = logits.to(dtype, copy=True).requires_grad_()
+        if dtype == torch.float64:
+            log_z = own.logsumexp(-1)
+            scores = (log_z - own.gather(1, labels[:, None])[:, 0], log_z.square(), (own.argmax(-1) == labels).double())
+        else:
+            scores = target_scores(own, labels)
+        (scores[0] * upstream[0] + scores[1] * upstream[1]).sum().backward()
+        results.append((*scores, own.grad))
+    for exact, ours in zip(results[0][:3], results[1][:3], strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+    exact, ours = results[0][3], results[1][3]
+    assert exact is not None
+    assert ours is not None
+    assert (ours.double() - exact).norm() < 3e-3 * exact.norm()
+    logits[3, 5] = float("nan")
+    assert target_scores(logits, labels)[0].isnan().tolist() == [row == 3 for row in range(37)]

@@ -1,0 +1,303 @@
+"""tokenize_corpus in parts: any number of them, in any order, gives the bytes of one process; and what is refused."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from helpers.tiny_corpora import contents, make_texts, run, tokenize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_preprocessing_refused import refused
+
+from data.shards import read_manifest
+from preprocessing import tokenize_corpus, tokenize_pool
+from preprocessing.array_output import PartsFolder, ranges, share
+from preprocessing.inputs import InputFile, find_inputs
+from preprocessing.tokenize_corpus import Summary, merge_parts, tokenize_part
+from preprocessing.tokenize_pool import EncoderSettings
+from preprocessing.train_tokenizer import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def corpus(corpus):
+    """Nine files of all formats and very different sizes, one without text, one a single long document."""
+    folder = corpus
+    (folder / "e.txt").write_text(" \n\n")
+    (folder / "f").mkdir()
+    (folder / "f" / "long.txt").write_text("\n".join(make_texts(500, seed=5)))
+    rows = pyarrow.table({"text": make_texts(150, seed=6)})
+    pyarrow.parquet.write_table(rows, folder / "f" / "rows.parquet")
+    (folder / "g.txt").write_text("a few words")
+    (folder / "h.jsonl").write_text("".join(json.dumps(text) + "\n" for text in make_texts(50, seed=7)))
+    return folder
+
+
+@pytest.fixture
+def flags(corpus, tokenizer_path, tmp_path):
+    return ["--input", corpus, "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path, "--shard_size", 5000]
+
+
+# The shares
+
+
+@settings(max_examples=200)
+@given(sizes=st.lists(st.integers(0, 1000), max_size=30), count=st.integers(1, 12))
+def test_shares_are_neighbours_and_of_about_equal_size(sizes, count):
+    files = [InputFile(Path(str(n)), str(n), "text", "", size, 0) for n, size in enumerate(sizes)]
+    shares = [share(files, part, count) for part in range(count)]
+    assert [file for part in shares for file in part] == files
+    for part in shares:
+        assert sum(file.size for file in part) <= sum(sizes) / count + max(sizes, default=0)
+    if len(set(sizes)) == 1 and sizes[0] and len(sizes) % count == 0:
+        assert {len(part) for part in shares} == {len(sizes) // count}
+
+
+def test_ranges_are_written_as_sbatch_takes_them():
+    assert [ranges(numbers) for numbers in ([3], [0, 1, 2, 5], [1, 3, 4, 9])] == ["3", "0-2,5", "1,3-4,9"]
+
+
+# The same bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fraction", [0.0, 0.2])
+def test_same_bytes_for_any_number_of_parts_in_any_order(
+    corpus, tokenizer_path, tmp_path, flags, small_chunks, fraction, capsys
+):
+    tokenize(corpus, tmp_path / "whole", tokenizer_path, fraction, shard_size=5000)
+    expected = contents(tmp_path / "whole")
+    assert sum(name.endswith(".shard") for name in expected) > 10
+    flags += ["--validation_fraction", fraction]
+    run(*flags[:3], tmp_path / "one", *flags[4:])
+    words_of_one = capsys.readouterr().out.split(" in ")[0]
+    for count in (1, 2, 3, 5, 14):
+        for part in random.Random(count).sample(range(count), count):
+            assert not (tmp_path / "out" / "manifest.json").exists()
+            assert run(*flags, "--part", part, "--parts", count) == 0
+        assert contents(tmp_path / "out") == expected
+        assert words_of_one in capsys.readouterr().out  # the last part ends with the totals of all
+        assert not (tmp_path / "out" / ".parts").exists()
+        assert run(*flags, "--part", 0, "--parts", count) == 0
+        assert "is complete already, from the same inputs and options" in capsys.readouterr().out
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_cut_documents_without_tokens(tokenizer_path, tmp_path, small_chunks, monkeypatch):
+    """A tokenizer may know nothing of a long text: it is dropped, and so are its words."""
+    monkeypatch.setattr(tokenize_pool.DocumentEncoder, "encode", without_digits(tokenize_pool.DocumentEncoder.encode))
+    (tmp_path / "in").mkdir()
+    nothing = "\n".join(["12 34 56"] * 1000)
+    for number, text in enumerate(("first", nothing, f"second\n\n{nothing}\n\nthird", nothing)):
+        (tmp_path / "in" / f"{number}.txt").write_text(text)
+    tokenize(tmp_path / "in", tmp_path / "whole", tokenizer_path)
+    manifest = read_manifest(tmp_path / "whole")
+    assert (manifest["num_documents"], manifest["num_words"]) == (3, 3)
+    assert manifest["created_by"]["empty_documents"] == 3
+    flags = ["--input", tmp_path / "in", "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
+    for part in range(3):
+        assert run(*flags, "--part", part, "--parts", 3) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def without_digits(encode):
+    return lambda self, texts: encode(self, ["".join(c for c in text if c.isalpha()) for text in texts])
+
+
+def test_parts_without_any_text(tokenizer_path, tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for number in range(2):
+        (tmp_path / "in" / f"{number}.txt").write_text("\n\n")
+    flags = ["--input", tmp_path / "in", "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
+    assert run(*flags, "--part", 1, "--parts", 2) == 0
+    assert "--input holds no text in 2 files" in refused(capsys, *flags, "--part", 0, "--parts", 2)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_malformed_lines_are_counted_over_all_parts(tokenizer_path, tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        (tmp_path / "in" / f"{number}.jsonl").write_text(("nonsense\n" * number + '"text"').ljust(100))
+    tokenize(tmp_path / "in", tmp_path / "whole", tokenizer_path, skip=True)
+    flags = ["--input", tmp_path / "in", "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
+    flags += ["--parts", 3]
+    assert "1.jsonl, line 1: not valid JSON" in refused(capsys, *flags, "--part", 1)
+    for part in (1, 2):
+        assert run(*flags, "--part", part, "--skip_bad_lines") == 0
+    assert "passed over 3 malformed lines; add --skip_bad_lines" in refused(capsys, *flags, "--part", 0)
+    assert run(*flags, "--merge", "--skip_bad_lines") == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+# At the same time
+
+
+def test_ending_at_the_same_moment(corpus, tokenizer_path, tmp_path, monkeypatch):
+    """All parts are complete before the first is recorded; and afterwards everybody tries to merge."""
+    tokenize(corpus, tmp_path / "whole", tokenizer_path, shard_size=5000)
+    files, encoder = find_inputs([corpus]), EncoderSettings(tokenizer_path)
+    together, real = threading.Barrier(4), PartsFolder.record
+    monkeypatch.setattr(PartsFolder, "record", lambda self, part: (together.wait(60), real(self, part))[1])
+    with ThreadPoolExecutor(4) as pool:
+        for attempt in range(3):
+            output = tmp_path / str(attempt)
+            jobs = [pool.submit(tokenize_part, files, output, encoder, n, 4, shard_size=5000) for n in range(4)]
+            results = [job.result(100) for job in jobs]
+            assert sum(isinstance(result, Summary) for result in results) == 1
+            assert contents(output) == contents(tmp_path / "whole")
+        monkeypatch.setattr(PartsFolder, "record", real)
+        monkeypatch.setattr(tokenize_corpus, "_merge", lambda folder, seconds: "not yet")
+        for part in range(4):
+            tokenize_part(files, tmp_path / "out", encoder, part, 4, shard_size=5000)
+        monkeypatch.undo()
+        jobs = [pool.submit(merge_parts, files, tmp_path / "out", encoder, shard_size=5000) for _ in range(4)]
+        results = [job.result(100) for job in jobs]
+    assert sum(isinstance(result, Summary) for result in results) == 1
+    assert sum("is complete already" in str(result) for result in results) == 3
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_part_that_runs_again_is_not_made_again(corpus, flags, tokenizer_path, tmp_path, monkeypatch, capsys):
+    tokenize(corpus, tmp_path / "whole", tokenizer_path, shard_size=5000)
+    for part in (1, 2):
+        assert run(*flags, "--part", part, "--parts", 3) == 0
+    made = contents(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenize_pool.ChunkEncoder, "__call__", lambda self, chunk: pytest.fail("encoded again"))
+        assert run(*flags, "--part", 1, "--parts", 3) == 0
+    assert "is complete, as are 2 of 3 parts" in capsys.readouterr().out.splitlines()[-1]
+    assert contents(tmp_path / "out") == made
+    assert run(*flags, "--part", 0, "--parts", 3) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_part_has_one_process(flags, tmp_path, capsys):
+    assert run(*flags, "--part", 0, "--parts", 2) == 0
+    descriptor = os.open(tmp_path / "out" / ".parts" / "part_00001.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert "--part 1 of --output" in refused(capsys, *flags, "--part", 1, "--parts", 2)
+    os.close(descriptor)
+    assert run(*flags, "--part", 1, "--parts", 2) == 0
+
+
+def test_without_locks_nobody_merges_unasked(corpus, flags, tokenizer_path, tmp_path, monkeypatch, capsys):
+    def none(descriptor, operation):
+        raise OSError(95, "Operation not supported")
+
+    tokenize(corpus, tmp_path / "whole", tokenizer_path, shard_size=5000)
+    monkeypatch.setattr(fcntl, "flock", none)
+    for part in range(2):
+        assert run(*flags, "--part", part, "--parts", 2) == 0
+    assert "has no locks, so run the same with --merge instead of --part" in capsys.readouterr().out
+    assert run(*flags, "--merge") == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+# What is refused
+
+
+def test_flags_that_do_not_go_together(flags, tmp_path, capsys):
+    for change, sentence in (
+        (["--part", 3, "--parts", 3], "--part 3 lies outside 0..2, the parts of --parts 3; count parts from 0"),
+        (["--part", -1, "--parts", 3], "--part -1 lies outside 0..2"),
+        (["--part", 1], "--part 1 lies outside 0..0, the parts of --parts 1; say how many there are with --parts"),
+        (["--parts", 3], "--parts 3 needs --part, 0 to 2"),
+        (["--part", 0, "--parts", 3, "--overwrite"], "--overwrite with --parts 3 would remove what other processes"),
+        (["--merge", "--overwrite"], "--overwrite with --merge would remove"),
+        (["--part", 2, "--parts", 3, "--merge"], "--merge makes no part, so --part 2 has no meaning"),
+        (["--merge"], "holds no parts; make them first"),
+        (["--merge", "--parts", 3], "holds no parts; make them first"),
+    ):
+        assert sentence in refused(capsys, *flags, *change)
+        assert not (tmp_path / "out").exists()
+
+
+def test_parts_agree(corpus, flags, tmp_path, capsys):
+    shutil.copytree(corpus, tmp_path / "in")
+    flags[1] = tmp_path / "in"
+    other = tmp_path / "other.json"
+    train_tokenizer(iter(make_texts(300)), 330, 2).save(str(other))
+    assert run(*flags, "--part", 1, "--parts", 3) == 0
+    made = contents(tmp_path / "out")
+    place = ["--part", 0, "--parts", 3]
+    for change, sentence in (
+        (["--part", 0, "--parts", 4], "--parts differs from what the parts in"),
+        ([*place, "--shard_size", 6000], "--shard_size differs from what the parts in"),
+        ([*place, "--shard_size", 6000], "are made with (5000 there, 6000 here); give all parts the same"),
+        ([*place, "--validation_fraction", "0.1"], "--validation_fraction differs"),
+        ([*place, "--text_field", "body"], "--text_field differs"),
+        ([*place, "--tokenizer_path", other], "--tokenizer_path differs"),
+        ([*place, "--input", corpus], "--input differs"),
+        (["--merge", "--parts", 2], "--parts differs"),
+        (["--merge"], "lacks 2 of its 3 parts, or they are unfinished; before --merge, run again --parts 3 with"),
+        (["--merge"], "with --part 0,2"),
+        ([], "holds parts of a job with --parts; run that to its end"),
+        (["--overwrite"], "holds parts of a job with --parts; run that to its end"),
+    ):
+        assert sentence in refused(capsys, *flags, *change)
+        assert contents(tmp_path / "out") == made
+    with open(tmp_path / "in" / "g.txt", "a") as file:
+        file.write("more")
+    assert "--input differs" in refused(capsys, *flags, *place)
+
+
+def test_other_content_of_the_output_folder_is_safe(corpus, flags, tmp_path, capsys, monkeypatch):
+    real = tokenize_pool.ChunkEncoder.__call__
+
+    def interrupted(self, chunk):
+        if "c.txt" in chunk.path:
+            raise KeyboardInterrupt
+        return real(self, chunk)
+
+    place, output = ["--part", 0, "--parts", 2], tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenize_pool.ChunkEncoder, "__call__", interrupted)
+        assert run(*flags) == 130
+    before = contents(output)
+    error = refused(capsys, *flags, *place)
+    assert "unfinished work that differs in --parts; run that to its end, choose another folder, or remove" in error
+    assert f"remove {output} by hand to start again" in error
+    assert contents(output) == before
+    assert run(*flags) == 0
+    before = contents(output)
+    assert run(*flags, *place) == 0  # it is what the parts would have made
+    assert run(*flags, "--merge") == 0
+    assert "differs in --shard_size" in refused(capsys, *flags, *place, "--shard_size", 1)
+    assert contents(output) == before
+    (output / "thesis.txt").write_text("years of work")
+    assert "holds other files, such as thesis.txt" in refused(capsys, *flags, *place)
+    assert "is a file; give a folder" in refused(capsys, *flags, *place, "--output", output / "thesis.txt")
+
+
+def test_damaged_parts_are_noticed_and_can_be_made_again(corpus, flags, tokenizer_path, tmp_path, monkeypatch, capsys):
+    tokenize(corpus, tmp_path / "whole", tokenizer_path, shard_size=5000)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenize_corpus, "_merge", lambda folder, seconds: "not yet")
+        for part in range(2):
+            assert run(*flags, "--part", part, "--parts", 2) == 0
+    folder = tmp_path / "out" / ".parts" / "part_00001"
+    content = (folder / "document_words").read_bytes()
+    (folder / "document_words").write_bytes(content[:-8])
+    error = refused(capsys, *flags, "--merge")
+    assert f"document_words has {len(content) - 8:,} bytes where" in error
+    assert f"remove {folder} by hand and make that part again" in error
+    (folder / "document_words").write_bytes(content)
+    (folder / "shard_00000.shard").write_bytes(b"")
+    assert "shard_00000.shard has 0 bytes" in refused(capsys, *flags, "--merge")
+    shutil.rmtree(folder)
+    assert "with --part 1" in refused(capsys, *flags, "--part", 0, "--parts", 2)
+    assert run(*flags, "--part", 1, "--parts", 2) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    (tmp_path / "out" / "manifest.json").unlink()  # as good as never made: everything begins again
+    (tmp_path / "out" / ".parts").mkdir()
+    (tmp_path / "out" / ".parts" / "plan.json").write_text("{")
+    assert "plan.json is damaged; remove" in refused(capsys, *flags, "--part", 0, "--parts", 2)

@@ -1,0 +1,223 @@
+"""Forward and backward pass of one micro-batch, on one CUDA device recorded once and replayed as a CUDA graph.
+
+A micro-step is more than a thousand kernels, many of them shorter than the time the host needs to launch them. A graph
+launches all of them at once. What changes from one replay to the next lies in tensors that are copied into the graph's
+own: tokens, keys, weights of targets. What decides the kernels is the key by which graphs are kept: the shape of the
+batch, whether masks are drawn, and the places for targets in the head. Of each there are a few sizes: a batch that has
+fewer rows is filled up with padding, which has no targets, so that a growing batch meets a new shape now and then only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from data.loader import TENSORS, RowBatch
+from data.masking import PADDING, MaskingOptions, ModelInputs
+from data.plan import MASKED
+from model import ModelConfig
+from training.config import TrainingConfig
+from training.gradients import GradientBuckets
+from training.loss import hybrid_loss
+
+_SIZES = 64  # of the head's places for targets, between none and all positions
+_ROW_SIZES = 32  # of a batch, between a power of two and the next: on average 1 % of rows are padding
+_GRAPHS = 16  # kept; the one unused for longest goes first
+
+
+def graph_obstacle(config: TrainingConfig, model: ModelConfig, device: torch.device) -> str:
+    """Why a run's micro-steps are not captured as CUDA graphs; "" where they are: compiled ones on CUDA devices."""
+    if device.type != "cuda":
+        return "they need a CUDA device"
+    if os.environ.get("HYBRID_CUDA_GRAPHS", "1") == "0":
+        return "HYBRID_CUDA_GRAPHS is 0"
+    if not config.compile:
+        return "nothing is compiled (--no-compile)"
+    if config.data_fingerprint:
+        return "--data_fingerprint reads each batch's inputs, which a replay does not give"
+    if model.position_embedding == "rope":
+        return "kernels for rotary positions want the number of documents as a shape"
+    return ""
+
+
+def padded_targets(count: int, positions: int, known: Iterable[int]) -> int:
+    """Places in the head for `count` of `positions` targets: of the `known` sizes, if one is little too large."""
+    unit = -(-positions // _SIZES)
+    enough = [slots for slots in known if count <= slots <= count + 2 * unit]
+    return min(enough) if enough else min(positions, (count // unit + 2) * unit)
+
+
+def choose_rows(rows: int, known: Iterable[int]) -> int:
+    """Rows of the CUDA graph that runs a batch of `rows`: of the `known` sizes, if one is little too large."""
+    unit = max(1, (1 << rows.bit_length() - 1) // _ROW_SIZES)
+    enough = [size for size in known if rows <= size < rows + unit]
+    return min(enough) if enough else -(-rows // unit) * unit
+
+
+class ForwardBackward:
+    """Runs micro-batches: adds their gradients to `gradients` and their sums to `sums` (float64 [2, 4])."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        gradients: GradientBuckets,
+        options: MaskingOptions,
+        z_loss_weight: float,
+        device: torch.device,
+        mixed_precision: bool,
+        record: bool,
+    ) -> None:
+        """record: with CUDA graphs; `gradients` must then stay in their places."""
+        self._model, self._gradients, self._options, self._z_loss_weight = model, gradients, options, z_loss_weight
+        self._device, self._mixed_precision, self.records = device, mixed_precision, record
+        self.sums = torch.zeros(2, 4, dtype=torch.float64, device=device)
+        self._weights = torch.zeros(2, device=device)
+        self._step_key = torch.zeros((), dtype=torch.int64, device=device)
+        self._graphs: dict[tuple, _Graph | None] = {}
+        self._compiled: set[int] = set()  # row lengths for which all is compiled, so that they can be captured at once
+        self._pool: Any = None  # memory that all graphs share, and the stream on which they are captured
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self, step_key: int, per_target: tuple[float, float]) -> None:
+        """Begin a step: its dropout key (int64), and what a target of each objective weighs."""
+        self.sums.zero_()
+        self._step_key.fill_(step_key)  # filled there: a copy from the host would wait
+        for weight, value in zip(self._weights, per_target, strict=True):
+            weight.fill_(value)
+
+    def __call__(self, batch: RowBatch, last: bool) -> ModelInputs | None:
+        """One micro-step; returns the inputs it was computed on, or None where it was a replay.
+
+        last: of a step; gradients are then summed over ranks.
+        """
+        if not self.records or not batch.targets.any():
+            return self._run(batch, None, last)
+        key = self._key(batch)
+        graph = self._graphs.get(key) or self._try_capture(key, batch)
+        if graph is None:
+            return self._run(batch, min(key[-1], batch.tokens[:, 1:].numel()), last)
+        del self._graphs[key]
+        self._graphs[key] = graph  # now the newest
+        if len(self._graphs) > _GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        graph.replay(batch)
+        if last:
+            self._gradients.sum_replayed(graph.marks)
+        return None
+
+    def warm_up(self, batches: Iterable[RowBatch]) -> None:
+        """Compile what such micro-batches need, without a trace in gradients; ranks exchange nothing.
+
+        Compilers make of a size that has changed once a variable. So the first batch is taken with a row less, too, as
+        the last of a step may be, which also changes the number of targets. Where graphs are captured, so are those of
+        the largest batches, which first take all the memory that smaller ones then share.
+        """
+        largest = list(batches)
+        for number, batch in enumerate(largest):
+            for part in (batch, batch.slice(0, len(batch) - 1)) if number == 0 and len(batch) > 2 else (batch,):
+                if part.targets.any():
+                    self._run(part, None, last=False)
+        self._gradients.zero()
+        if not self.records:
+            return
+        torch.cuda.empty_cache()  # graphs have memory of their own
+        self._compiled.update(batch.tokens.shape[1] for batch in largest)
+        for batch in sorted(largest, key=lambda batch: batch.tokens.numel(), reverse=True):
+            if batch.targets.any():
+                self._graphs[key] = self._try_capture(key := self._key(batch), batch)
+
+    def _key(self, batch: RowBatch) -> tuple:
+        """What decides the kernels of a batch: its graph's row length, inputs, number of rows, places for targets."""
+        kind = (batch.tokens.shape[1], batch.origins is None, bool(batch.documents[MASKED].any()))
+        rows = choose_rows(len(batch), {rows for *other, rows, _ in self._graphs if tuple(other) == kind})
+        known = [slots for *other, slots in self._graphs if tuple(other) == (*kind, rows)]
+        # As many targets as full rows would have, so that batches of a few rows less have the same graph.
+        count = -(-int(batch.targets.sum()) * rows // len(batch))
+        return (*kind, rows, padded_targets(count, rows * (batch.tokens.shape[1] - 1), known))
+
+    def _try_capture(self, key: tuple, batch: RowBatch) -> _Graph | None:
+        """The graph of `key`, or None where the batch is to run kernel by kernel.
+
+        That is so once for each key of a row length that `warm_up` has not seen (compilers and libraries do what cannot
+        be captured), or where a capture has failed (nothing of it has run); the second failure ends captures for good.
+        """
+        first = key not in self._graphs
+        self._graphs.setdefault(key, None)
+        if first and key[0] not in self._compiled:
+            return None
+        try:
+            return self._capture(batch, *key[-2:])
+        except RuntimeError as problem:
+            if not first:
+                reason = str(problem).splitlines()[0]
+                warnings.warn(f"micro-steps run without CUDA graphs, slower for short rows: {reason}", stacklevel=2)
+                self.records = False
+                self._graphs.clear()
+            return None
+
+    def _run(self, batch: RowBatch, slots: int | None, last: bool) -> ModelInputs:
+        loss, inputs = self._forward(batch, slots)
+        with self._gradients.sync() if last else nullcontext():
+            loss.backward()
+        return inputs
+
+    def _forward(self, batch: RowBatch, slots: int | None) -> tuple[torch.Tensor, ModelInputs]:
+        per_target = (self._weights[0], self._weights[1])
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._mixed_precision):
+            loss, part, inputs = hybrid_loss(
+                self._model, batch, self._options, per_target, self._z_loss_weight, self._step_key, slots
+            )
+        self.sums += part
+        return loss, inputs
+
+    def _capture(self, batch: RowBatch, rows: int, slots: int) -> _Graph:
+        own = dataclasses.replace(batch, **{name: _room(getattr(batch, name), rows) for name in TENSORS})
+        graph = torch.cuda.CUDAGraph()
+        with self._capturing(graph):
+            loss, _ = self._forward(own, slots)
+            with self._gradients.marked() as marks:
+                loss.backward()
+        return _Graph(graph, own, marks)
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """torch.cuda.graph, but it neither waits for the device, which goes on with the steps before, nor empties the
+        allocator's cache. Other threads, such as the loader's, may do as they like meanwhile."""
+        if self._stream is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    batch: RowBatch  # what the graph reads; rows beyond those of a replay's batch are padding
+    marks: list[torch.cuda.Event]  # see GradientBuckets.marked
+
+    def replay(self, batch: RowBatch) -> None:
+        rows = len(batch)
+        for name in TENSORS:
+            if (tensor := getattr(self.batch, name)) is not None:
+                tensor[:rows].copy_(getattr(batch, name))
+        if rows < len(self.batch):
+            self.batch.tokens[rows:].fill_(PADDING)
+            self.batch.mask_counts[rows:].zero_()
+        self.graph.replay()
+
+
+def _room(tensor: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor.new_zeros(rows, *tensor.shape[1:])

@@ -1,0 +1,115 @@
+"""Loss of the hybrid objective: sums over targets, divided by what was counted over the whole global batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from data.counter_rng import fold_torch
+from data.loader import RowBatch
+from data.masking import IGNORE_INDEX, MaskingOptions, ModelInputs
+from data.plan import CAUSAL, MASKED
+from ops.cross_entropy import target_scores
+from ops.dropout import DropoutKeys
+from ops.rope import VarlenSizes
+
+_DROPOUT = 201  # purpose of a row's dropout key, among the purposes in data/masking.py
+_DOCUMENTS = 64  # steps in which places for documents grow
+
+# Columns of the sums that a micro-step returns, one line per objective.
+LOSS, SQUARED_LOG_Z, CORRECT, COUNT = range(4)
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """What one target of each objective weighs in a global batch, and what a mean over an objective weighs."""
+
+    per_target: tuple[float, float]
+    share: tuple[float, float]
+
+
+def loss_weights(rows: tuple[int, int], targets: tuple[int, int], token_weighted: bool) -> LossWeights:
+    """Weights for a global batch with `rows` and `targets` by objective (masked, causal).
+
+    An objective's mean weighs its share of rows, or of targets with `token_weighted`; without targets it weighs
+    nothing (its rows still count in the other's share, as the ratio is one of rows).
+    """
+    parts = targets if token_weighted else rows
+    total = max(1, sum(parts))
+    share = [part / total if count else 0.0 for part, count in zip(parts, targets, strict=True)]
+    per_target = [weight / max(1, count) for weight, count in zip(share, targets, strict=True)]
+    return LossWeights((per_target[0], per_target[1]), (share[0], share[1]))
+
+
+def target_positions(labels: torch.Tensor, slots: int) -> torch.Tensor:
+    """Flat positions of labels that are not IGNORE_INDEX, in order, in `slots` places: int64 [slots].
+
+    There must be enough slots; those left over hold positions without meaning. As the number is known on the host,
+    this never makes the host wait for the device, unlike `nonzero`.
+    """
+    wanted = labels.flatten() != IGNORE_INDEX
+    place = torch.arange(wanted.numel(), device=labels.device)
+    # Those that are not wanted share a last slot, cut off below. What is left over differs from slot to slot, so that
+    # gradients of many of them do not queue up for one position.
+    slot = torch.where(wanted, wanted.cumsum(0) - 1, slots)
+    return torch.arange(slots + 1, device=labels.device).scatter_(0, slot, place)[:slots]
+
+
+def sums_by_objective(scores, objective: torch.Tensor) -> torch.Tensor:
+    """Sums of `target_scores` and the count of targets, [2, 4] float64: lines masked and causal, columns as above.
+
+    objective: MASKED or CAUSAL of each target; anything else is left out.
+    """
+    loss, squared_log_z, correct = (score.detach().double() for score in scores)
+    columns = torch.stack([loss, squared_log_z, correct, torch.ones_like(loss)], dim=1)
+    lines = [(columns * (objective == line).double()[:, None]).sum(0) for line in (MASKED, CAUSAL)]
+    return torch.stack(lines)
+
+
+def dropout_keys(batch: RowBatch, step_key: torch.Tensor) -> DropoutKeys:
+    """Dropout keys of a micro-batch, from its rows' keys and the step's."""
+    return DropoutKeys(rows=fold_torch(batch.row_keys, _DROPOUT), step=step_key)
+
+
+def varlen_sizes(batch: RowBatch) -> VarlenSizes:
+    """Sizes of a micro-batch for rotary attention; documents in steps, so that kernels meet few shapes."""
+    masked, causal = (-(-int(batch.documents[line].sum()) // _DOCUMENTS) * _DOCUMENTS for line in (MASKED, CAUSAL))
+    return VarlenSizes(int(np.count_nonzero(batch.documents[CAUSAL])), causal, masked)
+
+
+def evaluate(
+    model: nn.Module, inputs: ModelInputs, slots: int, keys: DropoutKeys | None, sizes: VarlenSizes | None = None
+):
+    """Scores of a micro-batch's targets in `slots` places, and their objectives: int64 [slots], -1 where unused."""
+    positions = target_positions(inputs.labels, slots)
+    logits = model(inputs.input_ids, inputs.document_ids, inputs.causal, positions, keys, sizes)
+    labels = inputs.labels.flatten()[positions]
+    used = torch.arange(slots, device=labels.device) < (inputs.labels != IGNORE_INDEX).sum()
+    objective = inputs.causal[torch.div(positions, inputs.labels.shape[1], rounding_mode="floor")].long()
+    return target_scores(logits, labels.where(used, 0)), objective.where(used, -1)
+
+
+def hybrid_loss(
+    model: nn.Module,
+    batch: RowBatch,
+    options: MaskingOptions,
+    per_target: tuple[torch.Tensor | float, torch.Tensor | float],
+    z_loss_weight: float,
+    step_key: torch.Tensor,
+    slots: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, ModelInputs]:
+    """A micro-batch's part of the global batch's loss, its sums [2, 4], and the inputs it was computed on.
+
+    per_target: LossWeights.per_target. slots: places for targets in the head, as many as there are if None.
+    Parts of all micro-batches and ranks add up to the loss of the global batch, and so do their gradients. A
+    micro-batch without targets contributes zero.
+    """
+    inputs = batch.inputs(options)
+    slots = int(batch.targets.sum()) if slots is None else slots
+    scores, objective = evaluate(model, inputs, slots, dropout_keys(batch, step_key), varlen_sizes(batch))
+    weight = (objective == MASKED) * per_target[MASKED] + (objective == CAUSAL) * per_target[CAUSAL]
+    loss = (weight * (scores[0] + z_loss_weight * scores[1])).sum()
+    return loss, sums_by_objective(scores, objective), inputs
