@@ -15,10 +15,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -29,6 +29,7 @@ from benchmarks.timing import has_cuda, times_of, write_results
 from model import ModelConfig
 from model_extra import build_model
 from ops.bit_sums import BitSums
+from ops.reference import VARIABLE
 from training.ema import Ema
 from training.optimizers import make_optimizer, named_state
 from training.update import OptimizerStep
@@ -37,26 +38,13 @@ _ROOT = Path(__file__).resolve().parent.parent
 _BYTES = 52  # an element of the fused passes: g; g m v w -> m v; m v w a -> w a
 
 
-@contextmanager
-def switched(on: bool) -> Iterator[None]:
-    """Environment in which `OptimizerStep` takes the kernels or does not."""
-    before = os.environ.get("HYBRID_FUSED_OPTIMIZER")
-    os.environ["HYBRID_FUSED_OPTIMIZER"] = str(int(on))
-    try:
-        yield
-    finally:
-        os.environ.pop("HYBRID_FUSED_OPTIMIZER")
-        if before is not None:
-            os.environ["HYBRID_FUSED_OPTIMIZER"] = before
-
-
 def make(config: ModelConfig, optimizer: str, fused: bool) -> OptimizerStep:
     """A model of its own with random gradients, and its update."""
     model = build_model(config).cuda()
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     settings = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
-    with switched(fused):
+    with mock.patch.dict(os.environ, {VARIABLE: "" if fused else "optimizer"}):
         return OptimizerStep(model, make_optimizer(model, optimizer, **settings), Ema(model, 0.999), max_norm=2.0)
 
 

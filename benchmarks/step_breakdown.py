@@ -26,6 +26,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ops.reference import VARIABLE, reference_parts
 from training import forward_backward, loop, update
 from training.distributed import single_world
 
@@ -101,7 +102,7 @@ def main() -> int:
         return 2
     steps = max(2, options.max_steps)
     flags.append(f"--max_steps={steps}")
-    os.environ["HYBRID_CUDA_GRAPHS"] = "0"
+    os.environ[VARIABLE] = ",".join({*reference_parts(), "graphs"})
     plain_step, done, results = loop.train_step, 0, {}
 
     def step(state: Any, inputs: Any, *rest: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 from evaluation.kv_cache import CachedDecoder, LanguageModel, UncachedDecoder
 from model import LTGBert, ModelConfigError
 from training.checkpoint import CheckpointError, load_model
-from training.config import ConfigError
+from training.config import ConfigError, check_environment
 from training.distributed import choose_device
 
 NUM_SPECIAL_TOKENS = 16  # ids 0-15 are special in every vocabulary of this project
@@ -225,6 +225,7 @@ def load(options: argparse.Namespace) -> LoadedModel:
 
     Raises CheckpointError, ConfigError or ModelConfigError, each with one sentence.
     """
+    check_environment()
     device = choose_device(options.device)
     model, tokenizer, _ = load_model(options.model, ema=options.ema, device=device)
     tokenizer.encode_special_tokens = True  # "</s>" in a text is text, as it was in training

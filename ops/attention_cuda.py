@@ -12,7 +12,7 @@ for a device, head size, row length and dropout or none, which compiles or loads
         layout = fused_layout(document_ids, causal, bucket_size, max_position)       once for all layers
         context = fused_relative_attention(query_key, value, positions, layout, p, keys, columns)
 
-HYBRID_FUSED_ATTENTION=0 in the environment makes models use the twin everywhere, for comparing and debugging.
+HYBRID_REFERENCE=attention in the environment makes models use the reference everywhere (ops/reference.py).
 """
 
 import ctypes
@@ -27,9 +27,9 @@ from ops import nvrtc
 from ops.attention_metadata import TILE, FusedAttentionMetadata, padded_length
 from ops.attention_metadata import fused_layout as fused_layout
 from ops.dropout import keep_scale
-from ops.nvrtc import Module, aligned, switched_off
+from ops.nvrtc import Module, aligned
+from ops.reference import reference_chosen
 
-SWITCH = "HYBRID_FUSED_ATTENTION"
 _SOURCE = Path(__file__).parent / "cuda" / "relative_attention.cu"
 _THREADS = 128
 _HEAD_DIMS = (32, 64, 128)
@@ -66,7 +66,7 @@ def wanted(device: torch.device, dtype: torch.dtype, head_dim: int, slots: int, 
     Not while torch.compile traces: then the layout would have to be part of the graph, and its tables are made on the
     host. Training compiles sublayers, which get the layout as an argument (training/compiling.py).
     """
-    if torch.compiler.is_compiling() or switched_off(SWITCH) or dtype != torch.bfloat16:
+    if torch.compiler.is_compiling() or reference_chosen("attention") or dtype != torch.bfloat16:
         return False
     return available(device, head_dim, slots, drops, trains)
 

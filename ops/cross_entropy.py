@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ops import nvrtc
-from ops.nvrtc import Module, aligned, switched_off
+from ops.nvrtc import Module, aligned
+from ops.reference import reference_chosen
 
-SWITCH = "HYBRID_FUSED_LOSS"
 _SOURCE = Path(__file__).parent / "cuda" / "cross_entropy.cu"
 _THREADS = 256
 
@@ -27,7 +27,7 @@ _THREADS = 256
 def target_scores(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy, squared log-partition and correctness of each target; logits [N, V], labels [N] -> float32 [N].
 
-    By the kernels for bfloat16 logits on CUDA. HYBRID_FUSED_LOSS=0 in the environment keeps the plain form. A label
+    By the kernels for bfloat16 logits on CUDA. HYBRID_REFERENCE=loss in the environment keeps the plain form. A label
     outside of the vocabulary is an error of the plain form and a loss of NaN by the kernels.
     """
     if wanted(logits):
@@ -43,7 +43,7 @@ def wanted(logits: Tensor) -> bool:
     """Whether the kernels can and should be used for logits [N, V]; not while torch.compile traces."""
     if logits.device.type != "cuda" or logits.dtype != torch.bfloat16 or torch.compiler.is_compiling():
         return False
-    return not switched_off(SWITCH) and available(logits.device, logits.size(1))
+    return not reference_chosen("loss") and available(logits.device, logits.size(1))
 
 
 def obstacle(device: torch.device, vocabulary: int) -> str:

@@ -89,7 +89,7 @@ def refuse_second_derivative() -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "create_graph=True: averages over depth have no second derivative in their fast forms; set "
-            "HYBRID_FUSED_RESIDUAL=0 and ops.residual.BufferedAverages = ops.depth_average.PlainAverages"
+            "HYBRID_REFERENCE=residual and ops.residual.BufferedAverages = ops.depth_average.PlainAverages"
         )
 
 

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops import nvrtc
-from ops.nvrtc import Module, aligned, switched_off
+from ops.nvrtc import Module, aligned
+from ops.reference import reference_chosen
 
-SWITCH = "HYBRID_FUSED_NORM"
 _SOURCE = Path(__file__).parent / "cuda" / "gated_norm.cu"
 _FEATURES = 24  # of a row that a thread can hold
 _WARPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
@@ -44,13 +44,13 @@ def fused_gated_pair_norm(pair: Tensor, eps: float, approximate: str) -> Tensor:
 def wanted(device: torch.device, width: int) -> bool:
     """Whether a model should use the kernels for rows of `width`: under bf16 autocast on CUDA, not while compiling.
 
-    (Training compiles sublayers, which are told; training/compiling.py.) HYBRID_FUSED_NORM=0 in the environment makes
-    models use the plain form, for comparing and debugging.
+    (Training compiles sublayers, which are told; training/compiling.py.) HYBRID_REFERENCE=norm in the environment makes
+    models use the plain form (ops/reference.py).
     """
     if device.type != "cuda" or torch.compiler.is_compiling():
         return False
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
-    return autocast and not switched_off(SWITCH) and available(device, width)
+    return autocast and not reference_chosen("norm") and available(device, width)
 
 
 def obstacle(device: torch.device, width: int) -> str:

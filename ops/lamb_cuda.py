@@ -25,7 +25,6 @@ from torch import Tensor
 from ops import nvrtc
 from ops.nvrtc import Module
 
-SWITCH = "HYBRID_FUSED_OPTIMIZER"
 _SOURCE = Path(__file__).parent / "cuda" / "lamb.cu"
 _THREADS, _CHUNK = 256, 4096  # as in the source
 

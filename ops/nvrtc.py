@@ -105,11 +105,6 @@ def obstacle(device: torch.device, capability: int = 8) -> str:
     return ""
 
 
-def switched_off(name: str) -> str:
-    """Why an environment variable such as HYBRID_FUSED_LOSS keeps a kernel from running; "" where it does not."""
-    return f"{name}=0" if os.environ.get(name, "1") == "0" else ""
-
-
 def loads(load: Callable[[], object], consequence: str) -> bool:
     """Whether `load` makes a Module; where not, a warning gives the consequence and the reason."""
     try:

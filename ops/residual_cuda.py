@@ -26,9 +26,9 @@ from torch import Tensor
 from ops import nvrtc
 from ops.depth_average import refuse_second_derivative
 from ops.dropout import DropoutStates, keep_scale, kept_from
-from ops.nvrtc import Module, aligned, switched_off
+from ops.nvrtc import Module, aligned
+from ops.reference import reference_chosen
 
-SWITCH = "HYBRID_FUSED_RESIDUAL"
 _SOURCE = Path(__file__).parent / "cuda" / "residual_stream.cu"
 _MAX_STATES = 64
 _THREADS = 64  # of a block; a warp does a token
@@ -60,12 +60,12 @@ class FusedResidualStream:
 def wanted(embeddings: Tensor, sublayers: int) -> bool:
     """Whether a model should use the kernels for embeddings [B, T, D]: in bf16 autocast on CUDA, not while compiling.
 
-    HYBRID_FUSED_RESIDUAL=0 in the environment makes models use the twin, for comparing and debugging.
+    HYBRID_REFERENCE=residual in the environment makes models use the reference (ops/reference.py).
     """
     device = embeddings.device
     if device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
         return False
-    if torch.get_autocast_dtype("cuda") != torch.bfloat16 or switched_off(SWITCH):
+    if torch.get_autocast_dtype("cuda") != torch.bfloat16 or reference_chosen("residual"):
         return False
     return _traced() if torch.compiler.is_compiling() else available(device, embeddings.size(-1), sublayers)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ops import nvrtc
 from ops.attention import attention_allowed, document_starts
+from ops.reference import reference_chosen
 
 # (query, key, value [tokens, H, d], boundaries int32 [documents + 1], longest possible document, causal) -> context
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
@@ -77,7 +78,8 @@ def rope_layout(
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
     angles = torch.arange(length, device=device, dtype=torch.float64)[:, None] * frequencies
     cos, sin = angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
-    kernel = None if torch.compiler.is_compiling() or obstacle(device, dtype) else varlen_kernel()
+    plain = torch.compiler.is_compiling() or obstacle(device, dtype) or reference_chosen("attention")
+    kernel = None if plain else varlen_kernel()
     if kernel is not None:
         return RopeAttentionMetadata(document_ids, cos, sin, None, varlen_layout(document_ids, causal, sizes), kernel)
     if isinstance(causal, bool):

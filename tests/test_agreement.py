@@ -41,7 +41,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         "train_path": run("train_path", f"--train_path={inputs / 'train' / 'part_0.shard'}"),
         "valid_path": run("valid_path", "--valid_path="),
         "config_file": run("config_file", f"--config_file={folder / 'model.json'}"),
-        "switch": run("switch", HYBRID_FUSED_LOSS="0"),
+        "switch": run("switch", HYBRID_REFERENCE="loss"),
         "bad_norm": run("bad_norm", fault="bad_norm"),
         "between saves": run("weight", fault="flipped_weight", every=3),
         "before a save": run("average", fault="flipped_average"),
@@ -61,7 +61,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         ("train_path", "the data of --train_path is '[0-9a-f]+' on rank 0 .* but '[0-9a-f]+' on rank 1"),
         ("valid_path", "the data of --valid_path is '[0-9a-f]+' on rank 0 .* but none on rank 1"),
         ("config_file", r"hidden_dropout_prob in --config_file is 0.1 on rank 0 .* but 0.2 on rank 1"),
-        ("switch", "HYBRID_FUSED_LOSS is not set on rank 0 .* but '0' on rank 1"),
+        ("switch", "HYBRID_REFERENCE is not set on rank 0 .* but 'loss' on rank 1"),
     ],
 )
 def test_what_differs_is_refused_on_all_ranks(outcomes: dict[str, list[Outcome]], name: str, words: str):

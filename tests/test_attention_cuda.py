@@ -117,13 +117,13 @@ def test_kernels_that_do_not_compile_are_a_warning(monkeypatch: pytest.MonkeyPat
         assert not attention_cuda.available.__wrapped__(torch.device("cuda", 0), 64, 63)
 
 
-def test_kernels_are_wanted_in_bfloat16_unless_switched_off(monkeypatch: pytest.MonkeyPatch):
+def test_kernels_are_wanted_in_bfloat16_unless_the_reference_is_chosen(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_cuda, "available", lambda *_: True)
-    monkeypatch.delenv("HYBRID_FUSED_ATTENTION", raising=False)
+    monkeypatch.delenv("HYBRID_REFERENCE", raising=False)
     device = torch.device("cuda", 0)
     assert attention_cuda.wanted(device, torch.bfloat16, 64, 63, True, True)
     assert not attention_cuda.wanted(device, torch.float32, 64, 63, True, True)
-    monkeypatch.setenv("HYBRID_FUSED_ATTENTION", "0")
+    monkeypatch.setenv("HYBRID_REFERENCE", "attention")
     assert not attention_cuda.wanted(device, torch.bfloat16, 64, 63, True, True)
 
 

@@ -84,8 +84,8 @@ def test_graphs_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Row lengths, the share of masks, the batch's size and the last micro-batch's change on the way."""
     inputs = make_inputs(tmp_path / "inputs", hidden_size=128, intermediate_size=256, num_attention_heads=4)
     losses, norms = [], []
-    for name, graphs, compiled in (("plain", "0", False), ("recorded", "1", True), ("compiled", "0", True)):
-        monkeypatch.setenv("HYBRID_CUDA_GRAPHS", graphs)
+    for name, reference, compiled in (("plain", "graphs", False), ("recorded", "", True), ("compiled", "graphs", True)):
+        monkeypatch.setenv("HYBRID_REFERENCE", reference)
         options = {
             "device": "cuda",
             "learning_rate": 1e-3,
@@ -149,8 +149,8 @@ def test_too_little_memory_is_one_sentence_before_the_first_step(tmp_path: Path,
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-@pytest.mark.parametrize("graphs", ["0", "1"])
-def test_no_step_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: str):
+@pytest.mark.parametrize("reference", ["graphs", ""])
+def test_no_step_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str):
     """What has been compiled before the first step suffices for all row lengths, batch sizes and shares of masks."""
     import torch._dynamo
     from torch._dynamo.utils import counters
@@ -164,7 +164,7 @@ def test_no_step_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graph
 
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setenv("HYBRID_CUDA_GRAPHS", graphs)
+    monkeypatch.setenv("HYBRID_REFERENCE", reference)
     monkeypatch.setattr(loop, "warm_up", warm_up)
     inputs = make_inputs(tmp_path / "inputs", hidden_size=128, intermediate_size=256, num_attention_heads=4)
     options = {"device": "cuda", "local_batch_size": 24, "max_steps": 24, "compile": True, "valid_path": ""}

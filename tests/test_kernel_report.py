@@ -33,8 +33,7 @@ DEVICES = {
 
 @pytest.fixture(autouse=True)
 def nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ATTENTION", "RESIDUAL", "NORM", "LOSS", "OPTIMIZER"):
-        monkeypatch.delenv(f"HYBRID_FUSED_{name}", raising=False)
+    monkeypatch.delenv("HYBRID_REFERENCE", raising=False)
     monkeypatch.delenv("HYBRID_SHARED_MEMORY", raising=False)
 
 
@@ -91,10 +90,11 @@ def test_other_reasons_are_named(monkeypatch: pytest.MonkeyPatch):
     assert "because they compute in bfloat16 (--mixed_precision) (about 185 to 350 % more" in report(precise)
     assert report(dataclasses.replace(FLAGS, optimizer="adamw")) == ALL.removesuffix(", optimizer")
     assert "gate norm" not in report(model_type="ltg-bert")
-    for name, kernel in (("LOSS", "loss"), ("NORM", "gate norm, feed-forward norm"), ("OPTIMIZER", "optimizer")):
-        monkeypatch.setenv(f"HYBRID_FUSED_{name}", "0")
-        assert f"| not: {kernel} because HYBRID_FUSED_{name}=0 (about" in report()
-        monkeypatch.delenv(f"HYBRID_FUSED_{name}")
+    names = {"loss": "loss", "norm": "gate norm, feed-forward norm", "loss,optimizer": "loss, optimizer"}
+    for parts, kernels in names.items():
+        monkeypatch.setenv("HYBRID_REFERENCE", parts)
+        assert f"| not: {kernels} because HYBRID_REFERENCE={parts} (about" in report()
+    monkeypatch.delenv("HYBRID_REFERENCE")
     pretend(monkeypatch, "T4")
     assert report().startswith("optimizer | not: attention, residual, gate norm, feed-forward norm, loss because the ")
     assert "has compute capability 7.5 and they need 8.0" in report()

@@ -234,6 +234,7 @@ def test_config_repeats_the_run(wandb_run, inputs):
     assert config["versions"].keys() >= {"python", "torch", "numpy"}
     assert [launch["start_step"] for launch in config["launches"]] == [0, 10]
     assert {launch["kernels"] for launch in config["launches"]} == {"none, since they need a CUDA device"}
+    assert [launch["reference"] for launch in config["launches"]] == [[], []]
     assert config["data"]["identity"] == locate(wandb_run).record["data"]
     again = TrainingConfig(
         **{k: tuple(v) if isinstance(v, list) else v for k, v in config["flags"].items()}

@@ -309,7 +309,7 @@ def test_kernels_in_the_model_agree_with_the_twin_and_never_wait(monkeypatch: py
         logits.float().square().mean().backward()
         return [logits.detach().float()] + [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    monkeypatch.delenv("HYBRID_FUSED_ATTENTION", raising=False)
+    monkeypatch.delenv("HYBRID_REFERENCE", raising=False)
     assert isinstance(model._layout(document_ids, causal), RelativeAttentionMetadata), "float32 is the twin's"
     with torch.autocast("cuda", dtype=torch.bfloat16):
         assert isinstance(model._layout(document_ids, causal), FusedAttentionMetadata)
@@ -321,7 +321,7 @@ def test_kernels_in_the_model_agree_with_the_twin_and_never_wait(monkeypatch: py
         ours = step(True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    monkeypatch.setenv("HYBRID_FUSED_ATTENTION", "0")
+    monkeypatch.setenv("HYBRID_REFERENCE", "attention")
     ours, twin = (torch.cat([x.flatten() for x in results]) for results in (ours, step(True)))
     assert 0 < (ours - twin).norm() < 0.05 * exact.norm()
     assert (ours - exact).norm() < 1.2 * (twin - exact).norm()
@@ -333,7 +333,7 @@ def test_kernels_in_compiled_sublayers(monkeypatch: pytest.MonkeyPatch):
     """No graph breaks; as many graphs for four layers as for two, and none for row lengths after the second one."""
     from torch._dynamo.utils import counters
 
-    monkeypatch.delenv("HYBRID_FUSED_ATTENTION", raising=False)
+    monkeypatch.delenv("HYBRID_REFERENCE", raising=False)
     torch._dynamo.reset()
     counters.clear()
     model = make_model(dropout=0.1, hidden_size=64, num_hidden_layers=4).train().cuda()

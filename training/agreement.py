@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ops.reference import VARIABLE, reference_parts
 from training.config import ConfigError
 from training.distributed import World
 from training.setup import Inputs, git_commit, versions
@@ -56,10 +57,17 @@ def check_same_run(inputs: Inputs, world: World) -> None:
         **{f"{key} in --config_file": value for key, value in inputs.model_config.to_dict().items()},
         "the code": _code(),
         **{f"the version of {name}": version for name, version in versions().items()},
-        **{name: os.environ[name] for name in sorted(os.environ) if name.startswith("HYBRID_") and name not in _PLACES},
+        **_switches(),
     }
     remedy = "start all ranks with the same flags, files, code, packages and HYBRID_ variables"
     require_same(facts, world, remedy, {"the code": lambda digest: f"{digest} (commit {git_commit() or 'unknown'})"})
+
+
+def _switches() -> dict[str, str]:
+    """HYBRID_ variables that change what runs; the parts of HYBRID_REFERENCE in one order, however they are given."""
+    names = {name for name in os.environ if name.startswith("HYBRID_")} - _PLACES - {VARIABLE}
+    parts = {VARIABLE: ",".join(reference_parts())} if reference_parts() else {}
+    return {**{name: os.environ[name] for name in sorted(names)}, **parts}
 
 
 def check_same_model(model: nn.Module, world: World) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from ops import reference
 from training.errors import UserError
 
 
@@ -512,6 +513,7 @@ def _typed(name: str, value: Any, path: str) -> Any:
 
 def parse_config(arguments: Sequence[str], description: str) -> TrainingConfig:
     """The configuration that a command line asks for. Exits with one sentence for an unknown flag or a bad type."""
+    check_environment()
     parser = make_parser(description)
     known, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -523,6 +525,14 @@ def parse_config(arguments: Sequence[str], description: str) -> TrainingConfig:
     given = vars(known)
     recipe = given.pop("recipe", "")
     return TrainingConfig(**{**(read_recipe(recipe) if recipe else {}), **given})
+
+
+def check_environment() -> None:
+    """Refuse a choice of reference implementations that there is not. Raises ConfigError."""
+    try:
+        reference.check_environment()
+    except reference.SwitchError as error:
+        raise ConfigError(str(error)) from None
 
 
 def later_flag(flags: Mapping[str, Any], name: str) -> Any:

@@ -10,7 +10,6 @@ fewer rows is filled up with padding, which has no targets, so that a growing ba
 from __future__ import annotations
 
 import dataclasses
-import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +22,7 @@ from data.loader import TENSORS, RowBatch
 from data.masking import PADDING, MaskingOptions, ModelInputs
 from data.plan import MASKED
 from model import ModelConfig
+from ops.reference import reference_chosen
 from training.config import TrainingConfig
 from training.gradients import GradientBuckets
 from training.loss import hybrid_loss
@@ -36,8 +36,8 @@ def graph_obstacle(config: TrainingConfig, model: ModelConfig, device: torch.dev
     """Why a run's micro-steps are not captured as CUDA graphs; "" where they are: compiled ones on CUDA devices."""
     if device.type != "cuda":
         return "they need a CUDA device"
-    if os.environ.get("HYBRID_CUDA_GRAPHS", "1") == "0":
-        return "HYBRID_CUDA_GRAPHS is 0"
+    if chosen := reference_chosen("graphs"):
+        return chosen
     if not config.compile:
         return "nothing is compiled (--no-compile)"
     if config.data_fingerprint:

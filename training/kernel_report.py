@@ -17,7 +17,7 @@ import torch
 
 from model import ModelConfig
 from ops import attention_cuda, cross_entropy, gated_norm, lamb_cuda, residual_cuda, rope
-from ops.nvrtc import switched_off
+from ops.reference import reference_chosen
 from training.config import TrainingConfig
 
 # Time that the plain form adds to a step, in percent, from and to; None where nobody has measured it.
@@ -35,7 +35,7 @@ _COSTS = {
 
 class _Kernel(NamedTuple):
     name: str
-    switch: str  # the environment variable that keeps it from running
+    part: str  # its name in HYBRID_REFERENCE
     precise: bool  # runs in float32, too
     obstacle: str  # of device and sizes
     available: Callable[[], bool]
@@ -49,7 +49,7 @@ def missing(config: TrainingConfig, model: ModelConfig, device: torch.device, lo
     """
     found = {}
     for kernel in _kernels(config, model, device):
-        reason = kernel.obstacle if device.type != "cuda" else switched_off(kernel.switch)
+        reason = kernel.obstacle if device.type != "cuda" else reference_chosen(kernel.part)
         if not reason and not kernel.precise and not config.mixed_precision:
             reason = "they compute in bfloat16 (--mixed_precision)"
         reason = reason or kernel.obstacle
@@ -65,17 +65,17 @@ def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -
     drops, sublayers = model.attention_probs_dropout_prob > 0, 2 * model.num_hidden_layers
     attention = _Kernel(
         "attention",
-        attention_cuda.SWITCH,
+        "attention",
         False,
         attention_cuda.obstacle(device, *heads, trains=True),
         lambda: attention_cuda.available(device, *heads, drops, trains=True),
     )
     if model.position_embedding == "rope":
         dtype = torch.bfloat16 if config.mixed_precision else torch.float32
-        attention = _Kernel("rotary attention", "", True, rope.obstacle(device, dtype), lambda: True)
+        attention = _Kernel("rotary attention", "attention", True, rope.obstacle(device, dtype), lambda: True)
     residual = _Kernel(
         "residual" if averages else "residual without averages",
-        residual_cuda.SWITCH,
+        "residual",
         False,
         residual_cuda.obstacle(device, width, sublayers),
         lambda: residual_cuda.available(device, width, sublayers),
@@ -83,7 +83,7 @@ def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -
     norms = [
         _Kernel(
             name,
-            gated_norm.SWITCH,
+            "norm",
             False,
             gated_norm.obstacle(device, features),
             partial(gated_norm.available, device, features),
@@ -92,7 +92,7 @@ def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -
     ]
     loss = _Kernel(
         "loss",
-        cross_entropy.SWITCH,
+        "loss",
         False,
         cross_entropy.obstacle(device, model.vocab_size),
         lambda: cross_entropy.available(device, model.vocab_size),
@@ -100,7 +100,7 @@ def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -
     kernels = [attention, residual, *norms, loss]
     if config.optimizer == "lamb":
         obstacle = lamb_cuda.obstacle(device)
-        kernels.append(_Kernel("optimizer", lamb_cuda.SWITCH, True, obstacle, lambda: lamb_cuda.available(device)))
+        kernels.append(_Kernel("optimizer", "optimizer", True, obstacle, lambda: lamb_cuda.available(device)))
     return kernels
 
 

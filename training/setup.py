@@ -32,6 +32,7 @@ from data.shards import tokenizer_hash
 from evaluation.pair_accuracy import PairScorer, read_pair_sets
 from evaluation.token_log_probs import SpecialIds
 from model import ModelConfig, ModelConfigError
+from ops.reference import reference_parts
 from report.runs import SAMPLES
 from training import kernel_report
 from training.checkpoint import SaveError, training_flags
@@ -395,6 +396,7 @@ def describe_launch(inputs: Inputs, world: World, start_step: int) -> dict[str, 
         "job_id": world.environment.job_id,
         "restart_count": world.environment.restart_count,
         "device": name,
+        "reference": reference_parts(),
         "kernels": kernel_report.line(kernel_report.missing(inputs.config, inputs.model_config, device)),
         "start_step": start_step,
         "resumed_from": origin(inputs.config),

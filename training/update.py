@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ops.lamb_cuda import SWITCH, FusedLamb, Settings, Tensors, available, fits
-from ops.nvrtc import switched_off
+from ops.lamb_cuda import FusedLamb, Settings, Tensors, available, fits
+from ops.reference import reference_chosen
 from training.ema import Ema
 from training.optimizers import Lamb, clip_gradients
 
@@ -14,7 +14,7 @@ from training.optimizers import Lamb, clip_gradients
 class OptimizerStep:
     """Clips the gradients of `model`, lets `optimizer` step and updates `ema`: for LAMB on CUDA by three fused passes.
 
-    HYBRID_FUSED_OPTIMIZER=0 in the environment keeps the separate calls, the slow twin, for comparing and debugging.
+    HYBRID_REFERENCE=optimizer in the environment keeps the separate calls, the reference (ops/reference.py).
     Both leave the same state behind, to float rounding, and may alternate.
     """
 
@@ -22,7 +22,7 @@ class OptimizerStep:
         """max_norm: of all gradients taken as one vector; infinity only measures it."""
         self.model, self.optimizer, self.ema, self.max_norm = model, optimizer, ema, max_norm
         parameters = list(model.parameters())
-        wanted = not switched_off(SWITCH) and isinstance(optimizer, Lamb)
+        wanted = not reference_chosen("optimizer") and isinstance(optimizer, Lamb)
         self._fused = None
         if wanted and all(fits(parameter) for parameter in parameters) and available(parameters[0].device):
             self._fused = FusedLamb()
