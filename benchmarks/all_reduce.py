@@ -125,7 +125,7 @@ def main() -> int:
 
     def train(inputs: Any, world: World, *arguments: Any) -> int:
         code = _train(inputs, world, *arguments)
-        ranks = world.all_gather_objects(steps.milliseconds())
+        ranks = world.all_gather_objects(steps.milliseconds(), "timings")
         if world.is_main:
             show(ranks)
         return code

@@ -154,8 +154,8 @@ def token_scores(
         scores[:, batch.places] = log_probabilities(logits, batch.labels, temperatures).float()
         if progress is not None:
             progress(int(part[0].lengths.sum()))
-    total = world.all_reduce(scores, "the sum of sentence scores")
-    return world.read(total).numpy()  # where the host waits for the device
+    total = world.all_reduce(scores, "sentence scores")
+    return world.to_host(total).numpy()  # where the host waits for the device
 
 
 def sentence_sums(sentences: TokenizedSentences, scores: np.ndarray) -> np.ndarray:

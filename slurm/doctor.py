@@ -49,7 +49,7 @@ from training.distributed import World, choose_device, start_world
 from training.environment import Environment, EnvironmentProblem, read_environment
 from training.loop import resolve_device_defaults
 from training.metric_logger import wandb_mode
-from training.rank_store import RankLost, RankStore
+from training.rank_store import RankMissing, RankStore
 from training.setup import Inputs, check_world, read_inputs
 from training.wording import time_text
 
@@ -77,7 +77,7 @@ class Request:
 
 def examine(doctor: Doctor, request: Request) -> None:
     """All checks. Every rank takes the same way through this, since it depends on gathered facts alone."""
-    environment, meeting, report, config = request.environment, doctor.meeting, doctor.report, request.config
+    environment, store, report, config = request.environment, doctor.store, doctor.report, request.config
     planned = request.assume_world_size or environment.world_size
     device = torch.device("cpu")
 
@@ -119,7 +119,7 @@ def examine(doctor: Doctor, request: Request) -> None:
             if corpus is None:
                 doctor.skip("no --valid_path", name)
                 continue
-            measure = partial(doctor_run.measure_shards, corpus, request.checksums, meeting.rank, meeting.size)
+            measure = partial(doctor_run.measure_shards, corpus, request.checksums, store.rank, store.size)
             doctor.check(name, measure, partial(doctor_run.judge_shards, name=name, corpus=corpus), _CHECKSUM_SECONDS)
         plan = inputs  # for the closures below: never None from here on
         if places:
@@ -132,8 +132,8 @@ def examine(doctor: Doctor, request: Request) -> None:
         elif places:
             doctor.check("memory", dict, lambda _: judge_memory(plan, places, device, planned))
         start = run["step"] if run else 0
-        if world is None or meeting.lost or splits is None:
-            why = "rows cannot be shared out" if world and not meeting.lost else "the ranks cannot sum"
+        if world is None or store.missing or splits is None:
+            why = "rows cannot be shared out" if world and not store.missing else "the ranks cannot sum"
             doctor.skip(why, "training step")
         elif start == inputs.config.max_steps:
             doctor.skip("no step is left", "training step")
@@ -154,14 +154,14 @@ def _examine_network(
 ) -> World | None:
     """The process group and its sums; None where the ranks cannot sum."""
     if places is None or environment.world_size == 1:
-        reason = "one process" if places else "ranks are missing" if doctor.meeting.lost else "a rank has no device"
+        reason = "one process" if places else "ranks are missing" if doctor.store.missing else "a rank has no device"
         doctor.skip(reason, "process group", "host sums", "all-reduce")
         return World(0, 1, device, environment) if places else None
     # Where the flags are unusable the network can still be looked at. Ranks may compile for minutes beside each other.
     basis = config or TrainingConfig(train_path="-", config_file="-", tokenizer_path="-", name="-")
     basis = dataclasses.replace(basis, collective_timeout=_STEP_SECONDS / 60)
     worlds: list[World] = []
-    start, seconds = time.monotonic(), doctor.meeting.patience
+    start, seconds = time.monotonic(), doctor.store.timeout
 
     def join() -> None:
         worlds.append(start_world(basis))
@@ -195,16 +195,16 @@ def _examine_network(
 
 def _examine_folder(doctor: Doctor, inputs: Inputs, environment: Environment) -> dict[str, Any] | None:
     """The run folder; returns what run it holds, None where that could not be found out."""
-    meeting, probes = doctor.meeting, []
+    store, probes = doctor.store, []
     runs = doctor.check(
         "run",
-        lambda: doctor_run.measure_run(inputs, environment) if meeting.rank == 0 else None,
+        lambda: doctor_run.measure_run(inputs, environment) if store.rank == 0 else None,
         lambda facts: doctor_run.judge_run(facts[0], inputs),
     )
     run = runs[0] if runs else None
 
     def probe() -> dict[str, Any] | None:
-        if meeting.rank != 0:
+        if store.rank != 0:
             return None
         folder = inputs.config.run_folder
         try:
@@ -219,7 +219,7 @@ def _examine_folder(doctor: Doctor, inputs: Inputs, environment: Environment) ->
             doctor.skip("the run folder cannot be written", "shared folder", "file locks", "clocks", "disk space")
             return run
         clocks = doctor.check("clocks", lambda: {"time": time.time()}) or {}
-        look = partial(doctor_run.measure_shared, made[0], meeting.rank)
+        look = partial(doctor_run.measure_shared, made[0], store.rank)
         doctor.check("shared folder", look, lambda facts: doctor_run.judge_shared(facts, made[0], clocks))
         doctor.check(
             "disk space", dict, lambda _: doctor_run.judge_space(made[0], run or {"step": 0, "saved": 0}, inputs)
@@ -311,17 +311,17 @@ def main(arguments: Sequence[str]) -> int:
     """Entry point; returns the exit code."""
     options, request = _read_request(arguments)
     rank = request.environment.rank
-    report, meeting = Report(shown=rank == 0), None
+    report, store = Report(shown=rank == 0), None
     previous = {number: signal.signal(number, _stop) for number in _SIGNALS}
     try:
-        meeting = RankStore(request.environment, options.timeout)
-        examine(Doctor(meeting, report, options.verbose), request)
-    except (RankLost, RuntimeError) as error:  # torch's errors of the store are RuntimeErrors
+        store = RankStore(request.environment, options.timeout)
+        examine(Doctor(store, report, options.verbose), request)
+    except (RankMissing, RuntimeError) as error:  # torch's errors of the store are RuntimeErrors
         if rank:
             print(f"[rank {rank}] error: {sentence(error)}", file=sys.stderr, flush=True)
-            return _leave(meeting, 1)
+            return _leave(store, 1)
         remedy = "MASTER_ADDR and MASTER_PORT must lead to rank 0, and the port must be free"
-        report.add(Row("meeting", FAIL, sentence(error), remedy))
+        report.add(Row("rendezvous", FAIL, sentence(error), remedy))
     except KeyboardInterrupt:
         print("interrupted: what was written to the run folder is removed", file=sys.stderr, flush=True)
         return 130
@@ -329,7 +329,7 @@ def main(arguments: Sequence[str]) -> int:
         for number, handler in previous.items():
             signal.signal(number, handler)
     if rank:
-        return _leave(meeting, 0)  # rank 0 speaks for all
+        return _leave(store, 0)  # rank 0 speaks for all
     code = 1 if report.counts[FAIL] else 0
     print(f"{'-' * COLUMNS}\n{report.summary()}", flush=True)
     if options.json:
@@ -338,14 +338,14 @@ def main(arguments: Sequence[str]) -> int:
         except OSError as error:
             print(f"error: --json {options.json}: {error.strerror}", file=sys.stderr, flush=True)
             code = 1
-    return _leave(meeting, code)
+    return _leave(store, code)
 
 
-def _leave(meeting: RankStore | None, code: int) -> int:
+def _leave(store: RankStore | None, code: int) -> int:
     """End all communication; where a thread may still wait for another rank, end the process at once."""
-    if meeting is not None:
-        meeting.leave()
-        if meeting.stuck or meeting.lost or (meeting.broken and meeting.size > 1):
+    if store is not None:
+        store.close()
+        if store.hung or store.missing or (store.failed and store.size > 1):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)

@@ -224,7 +224,7 @@ def measure_host_reduce(world: World) -> dict[str, Any]:
     for turn in range(35):
         numbers = torch.tensor([world.rank + 1, 1])
         start = time.perf_counter()
-        world.all_reduce(numbers)
+        world.all_reduce(numbers, "test numbers")
         if turn >= 5:
             times.append(time.perf_counter() - start)
         right &= numbers.tolist() == expected
@@ -257,7 +257,7 @@ def measure_device_reduce(world: World) -> dict[str, Any]:
             numbers.fill_(world.rank + 1)
             wait()
             start = time.perf_counter()
-            world.all_reduce(numbers)
+            world.all_reduce(numbers, "test numbers")
             wait()
             if turn:
                 times.append(time.perf_counter() - start)

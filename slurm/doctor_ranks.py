@@ -12,9 +12,8 @@ import torch
 
 from slurm.doctor_table import FAIL, OK, SKIP, WARN, Row
 from training.distributed import CollectiveError
-from training.errors import is_explained
-from training.rank_store import OtherRankFailed, RankLost, RankStore
-from training.reporting import out_of_memory
+from training.errors import is_explained, out_of_memory
+from training.rank_store import OtherRankFailed, RankMissing, RankStore
 from training.wording import ranks_text, time_text
 
 COLUMNS = 120  # of a line of the table
@@ -59,8 +58,8 @@ def _table_line(row: Row) -> str:
 class Doctor:
     """Runs checks on all ranks in the same order, whatever fails on one of them."""
 
-    def __init__(self, meeting: RankStore, report: Report, verbose: bool):
-        self.meeting, self.report, self._verbose = meeting, report, verbose
+    def __init__(self, store: RankStore, report: Report, verbose: bool):
+        self.store, self.report, self._verbose = store, report, verbose
 
     def check(
         self,
@@ -75,11 +74,11 @@ class Doctor:
         remedy: for errors that are no sentences with a remedy themselves. Returns the values, or None where a rank
         failed or got lost: the same on all ranks.
         """
-        known = set(self.meeting.lost)
-        answers = self.meeting.gather(self._attempt(measure), patience)
-        lost, problems = self.meeting.lost - known, _problems(answers)
-        if self.meeting.rank == 0:
-            seconds = time_text(patience or self.meeting.patience)
+        known = set(self.store.missing)
+        answers = self.store.all_gather(self._attempt(measure), patience)
+        lost, problems = self.store.missing - known, _problems(answers)
+        if self.store.rank == 0:
+            seconds = time_text(patience or self.store.timeout)
             if lost:
                 detail = f"rank{'s' * (len(lost) > 1)} {ranks_text(lost)} did not answer within {seconds}"
                 self.report.add(
@@ -115,10 +114,10 @@ class Doctor:
         remedy: str,
     ) -> dict[int, Any] | None:
         """`check` for a measurement in which ranks wait for each other, for at most `seconds`."""
-        meeting = self.meeting
-        patience = seconds + meeting.patience  # the slowest rank may begin and give up that much later
-        found = self.check(name, lambda: meeting.together(measure, seconds, device), judge, patience, remedy)
-        meeting.broken |= found is None
+        store = self.store
+        patience = seconds + store.timeout  # the slowest rank may begin and give up that much later
+        found = self.check(name, lambda: store.run_with_timeout(measure, seconds, device), judge, patience, remedy)
+        store.failed |= found is None
         return found
 
     def skip(self, reason: str, *names: str) -> None:
@@ -131,7 +130,7 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return out_of_memory(error)
     text = " ".join(str(error).split())[:500]
-    if is_explained(error) or isinstance(error, OtherRankFailed | RankLost | TimeoutError):
+    if is_explained(error) or isinstance(error, OtherRankFailed | RankMissing | TimeoutError):
         return text
     return f"{type(error).__name__}: {text}"
 

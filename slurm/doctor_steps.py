@@ -146,7 +146,7 @@ def _pieces(trial: StepTrial, world: World, step: int) -> list[StepBatch]:
     if trial.one_row:
         return [part(begin, begin + 1)]
     pieces = [part(begin, begin + per)]
-    if min(world.all_gather_objects(len(rows))) >= 2 * per:
+    if min(world.all_gather_objects(len(rows), "row counts")) >= 2 * per:
         double = begin if begin + 2 * per <= len(rows) else begin - per
         pieces.append(part(double, double + 2 * per))
     return pieces

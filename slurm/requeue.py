@@ -25,7 +25,6 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from training import preemption
-from training.checkpoint_names import checkpoint_folders, newest_step
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.environment import Environment, read_environment
 from training.errors import BUG, DONE, HARDWARE, KINDS, kind_of_code
@@ -36,8 +35,10 @@ from training.status import (
     REQUEUED,
     RUNNING,
     Status,
+    checkpoint_folders,
     first_failure,
     hosts_at_fault,
+    newest_step,
     read_status,
     write_status,
 )

@@ -42,7 +42,7 @@ SLOW_FIXTURES = {
     ("test_metric_logger.py", "wandb_run"),
     ("test_report.py", "real_run"),
     ("test_resume.py", "whole"),
-    ("test_agreement.py", "outcomes"),
+    ("test_rank_checks.py", "outcomes"),
     ("test_export_import.py", "trained"),
 }
 LONGEST_PREFIX = 60  # of slurm_cluster.sh, which makes unix sockets in that folder

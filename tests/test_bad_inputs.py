@@ -20,13 +20,12 @@ from data.corpus import Corpus, IndexStopped, TokenStream, stop_event
 from data.shards import tokenizer_hash, write_shard
 from model_config import ModelConfig
 from training.checkpoint import CheckpointError, locate, write_checkpoint
-from training.checkpoint_names import list_checkpoints
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.distributed import World, single_world, start_world
 from training.environment import Environment
 from training.loop import main
 from training.setup import read_inputs
-from training.status import read_status
+from training.status import list_checkpoints, read_status
 from training.summary import describe
 
 

@@ -23,9 +23,8 @@ import training.saving
 from report.plot import read_run
 from training import errors
 from training.checkpoint import SaveError, find_newest, locate, prune, set_aside, write_checkpoint
-from training.checkpoint_names import list_checkpoints, newest_step
 from training.distributed import single_world
-from training.status import FAILED, read_status
+from training.status import FAILED, list_checkpoints, newest_step, read_status
 
 STEPS = 12
 TENSORS = {name: {"w": torch.ones(4)} for name in ("model", "ema", "optimizer")}

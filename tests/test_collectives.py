@@ -15,11 +15,11 @@ from helpers.tiny_runs import flags, make_inputs
 
 from training.errors import HARDWARE
 from training.status import read_status
-from training.watchdog import verdict
+from training.watchdog import explain_hang
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_is_named(tmp_path: Path):
+def test_stopped_rank_is_named(tmp_path: Path):
     """Three ranks, of which rank 1 is stopped after step 5: the others say so after --step_timeout and end."""
     inputs = make_inputs(tmp_path / "inputs")
     options = {"step_timeout": 0.05, "collective_timeout": 5, "validate_every": 0, "save_every": 2}
@@ -34,9 +34,10 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path):
     status = read_status(tmp_path / "run")
     assert status is not None
     assert (status.state, status.step) == ("failed", 4)
-    where = r"rank 1 on \S+ has not been heard of for \d+ s: it was last in step \d+ \([\w ]+\); "
-    waiting = r"the others have waited in step 6 \(the agreement before a step\) for \d+ s\. Stack traces .*failures"
-    assert re.fullmatch(where + waiting, status.reason), status.reason
+    silent = r"rank 1 on \S+ has sent no heartbeat for \d+ s: it was last in step \d+ \([\w ]+\); "
+    limit = r"after \d+ s \(--step_timeout 0\.05 min\)\. Stack traces .*failures"
+    expected = rf"{silent}the others timed out in all_reduce of target counts, step 6, {limit}"
+    assert re.fullmatch(expected, status.reason), status.reason
     stacks = sorted((tmp_path / "run" / "failures").iterdir())
     assert [path.name for path in stacks] == ["stacks_none_0_0.txt", "stacks_none_0_2.txt"]
     assert all("in agree" in path.read_text() for path in stacks)
@@ -44,39 +45,41 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path):
     assert (beat["rank"], beat["host"]) == (0, socket.gethostname())
 
 
-def place(rank: int, arrivals: int, waits: float = 300.0, **facts: Any) -> dict[str, Any]:
-    host = f"node{rank // 2}"
-    common = {"rank": rank, "host": host, "arrivals": arrivals, "waits": waits, "time": time.time() - 40}
-    return {**common, "step": 17, "doing": "the sum of losses", **facts}
+def position(rank: int, collectives: int, seconds_waited: float = 300.0, **changed: Any) -> dict[str, Any]:
+    own = {"rank": rank, "host": f"node{rank // 2}", "collectives": collectives, "seconds_waited": seconds_waited}
+    common = {"step": 17, "operation": "all_reduce of losses", "timeout": "--step_timeout 5 min"}
+    return {**own, **common, "time": time.time() - 40, **changed}
 
 
-def test_a_rank_that_lives_but_has_not_arrived_is_named():
-    answers = {rank: place(rank, 90, doing="the agreement before a step", step=18) for rank in (0, 1, 2)}
-    answers[3] = place(3, 89, waits=0.0)
-    error = verdict(answers, answers, [])
+def test_rank_behind_the_others_is_named():
+    answers = {rank: position(rank, 90, operation="all_reduce of target counts", step=18) for rank in (0, 1, 2)}
+    answers[3] = position(3, 89, seconds_waited=0.0)
+    error = explain_hang(answers, answers, [])
     assert error.host == "node1"
     assert str(error) == (
-        "rank 3 on node1 has not arrived: it is in step 17 (after the sum of losses); "
-        "the others have waited in step 18 (the agreement before a step) for 300 s"
+        "rank 3 on node1 has not arrived: it is in step 17 (after all_reduce of losses); "
+        "the others timed out in all_reduce of target counts, step 18, after 300 s (--step_timeout 5 min)"
     )
 
 
-def test_silent_ranks_come_first_and_are_not_listed_by_the_hundred():
-    beats = {rank: place(rank, 89) for rank in range(10)}
-    said = str(verdict({0: beats[0], 1: place(1, 70)}, beats, range(2, 10)))
-    assert said.startswith("rank 2 on node1 has not been heard of for 40 s: it was last in step 17 (the sum of losses)")
+def test_silent_ranks_come_first_and_few_are_listed():
+    heartbeats = {rank: position(rank, 89) for rank in range(10)}
+    said = str(explain_hang({0: heartbeats[0], 1: position(1, 70)}, heartbeats, range(2, 10)))
+    assert said.startswith(
+        "rank 2 on node1 has sent no heartbeat for 40 s: it was last in step 17 (all_reduce of losses)"
+    )
     assert "rank 5 on" in said
     assert "rank 6" not in said
     assert "; and 4 more ranks; the others" in said
 
 
-def test_where_all_have_arrived_nobody_is_blamed():
-    answers = {rank: place(rank, 90, doing="the device") for rank in range(4)}
-    assert str(verdict(answers, answers, [])).startswith(
-        "all ranks have waited in step 17 (the device) for 300 s and none is"
+def test_no_rank_is_blamed_where_all_have_arrived():
+    answers = {rank: position(rank, 90, operation="device synchronization") for rank in range(4)}
+    assert str(explain_hang(answers, answers, [])).startswith(
+        "all ranks timed out in device synchronization, step 17, after 300 s (--step_timeout 5 min) and none is"
     )
 
 
-def test_a_lost_rank_0_is_named_by_the_others():
-    own = {2: place(2, 90)}
-    assert str(verdict(own, {}, [0])).startswith("rank 0 does not answer; the others have waited")
+def test_silent_rank_0_is_named_by_the_others():
+    own = {2: position(2, 90)}
+    assert str(explain_hang(own, {}, [0])).startswith("rank 0 has sent no heartbeat; the others timed out in")

@@ -352,14 +352,14 @@ def on_two_ranks(function) -> list:
 def test_one_rank_fails():
     def check(doctor: Doctor):
         def measure() -> int:
-            if doctor.meeting.rank == 1:
+            if doctor.store.rank == 1:
                 raise KeyError("disk")
             return 5
 
         failed = doctor.check("first", measure, lambda facts: [])
-        after = doctor.check("second", lambda: doctor.meeting.rank, lambda facts: [])
+        after = doctor.check("second", lambda: doctor.store.rank, lambda facts: [])
         found = failed, after, doctor.report.rows
-        doctor.meeting.leave()
+        doctor.store.close()
         return found
 
     for rank, (failed, after, rows) in enumerate(on_two_ranks(check)):
@@ -374,15 +374,15 @@ def test_a_rank_that_fails_inside_a_collective_frees_the_others():
         started = time.monotonic()
 
         def measure() -> None:
-            if doctor.meeting.rank == 1:
+            if doctor.store.rank == 1:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
             threading.Event().wait(30)
 
         found = doctor.together("step", measure, lambda facts: [], 20, torch.device("cpu"), "")
         seconds = time.monotonic() - started
         rows = doctor.report.rows
-        doctor.meeting.leave()
-        return found, seconds, rows, doctor.meeting.broken
+        doctor.store.close()
+        return found, seconds, rows, doctor.store.failed
 
     for rank, (found, seconds, rows, broken) in enumerate(on_two_ranks(check)):
         assert (found, broken) == (None, True)

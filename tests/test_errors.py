@@ -54,7 +54,7 @@ def inputs(tmp_path_factory) -> Path:
         (NonFiniteError("step 3: the loss is nan"), NOT_FINITE, ""),
         (RestartRefused("restarted 200 times"), GAVE_UP, ""),
         (SaveError("the disk is full"), HARDWARE, ""),
-        (CollectiveError("waited in vain", late=True), HARDWARE, ""),
+        (CollectiveError("timed out", late=True), HARDWARE, ""),
         (torch.distributed.DistBackendError("NCCL error in: NCCLUtils.hpp"), HARDWARE, ""),
         (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), HARDWARE, ""),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), HARDWARE, HERE),
@@ -148,7 +148,7 @@ def test_a_job_is_retried_by_the_kind_of_its_first_failure(tmp_path, monkeypatch
     config.run_folder.mkdir()
     for rank, (kind, secondary, error) in enumerate(failures):
         place = Environment("slurm", rank=rank, world_size=8, job_id="77")
-        record_failure(config.run_folder, place, error, secondary, kind)
+        record_failure(config.run_folder, place, error, secondary, kind.name)
     place = Environment("slurm", job_id="77")
     write_status(config.run_folder, place, RUNNING, "", 0, 100)
     found, words = finish(config, place, srun, requeue_on_crash=True)
@@ -199,7 +199,7 @@ def test_a_restart_avoids_the_host_at_fault(tmp_path, monkeypatch, asks, hosts, 
     for restart, names in ((0, blamed), (1, hosts)):
         for rank, host in enumerate(names):
             place = Environment("slurm", rank=rank, world_size=8, job_id="77", restart_count=restart)
-            record_failure(config.run_folder, place, "CUDA error", kind=HARDWARE, host_at_fault=host)
+            record_failure(config.run_folder, place, "CUDA error", kind=HARDWARE.name, host_at_fault=host)
     code, said = finish(config, Environment("slurm", job_id="77", restart_count=1), 75, requeue_on_crash=True)
     assert code == 0
     assert said.startswith(_RETRIED + words) if words else said == _RETRIED

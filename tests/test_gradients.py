@@ -161,7 +161,7 @@ def test_an_error_of_a_sum_is_told_as_one_between_ranks(monkeypatch: pytest.Monk
     monkeypatch.setattr(gradients.dist, "all_reduce", Mock(side_effect=RuntimeError("Connection closed by peer")))
     ids, documents = torch.randint(0, 60, (2, 12)), torch.zeros(2, 12, dtype=torch.int64)
     loss = model(ids, documents, torch.tensor([True, False]), torch.arange(24), None).square().sum()
-    words = "lost contact with another rank in the sum of gradients"
+    words = "lost contact with another rank in all_reduce of gradients"
     with pytest.raises(CollectiveError, match=words), buckets.sync():
         loss.backward()
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from data.masking import IGNORE_INDEX, ModelInputs
 from data.plan import CAUSAL, MASKED
 from training.distributed import World
-from training.divergence import DivergenceError
 from training.environment import Environment
 from training.loss import (
     CORRECT,
@@ -27,6 +26,7 @@ from training.loss import (
     target_positions,
     target_scores,
 )
+from training.rank_checks import DivergenceError
 from training.setup import Inputs
 from training.step import AsyncStepMetrics, InFlightStep, NonFiniteError
 
@@ -106,7 +106,7 @@ def test_a_bad_loss_or_norm_names_step_and_rank(bad: float, place: int, error: t
 
     @dataclass(frozen=True)
     class ThreeRanks(World):
-        def all_gather_objects(self, value):
+        def all_gather_objects(self, value, what):
             return [[1.0] * 9, [1.0] * 9, local.tolist()]
 
     for rank in range(3):

@@ -13,8 +13,8 @@ import pytest
 
 from training import setup
 from training.config import ConfigError
-from training.heartbeat import STALE_SECONDS, Heartbeat, Owner
 from training.setup import RunFolder
+from training.watchdog import STALE_SECONDS, FolderOwner, HeartbeatFile
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_second_of_two_processes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     first = RunFolder(tmp_path)
     assert "without locks: owner.json guards it" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=rf"--name: another process \(process {os.getpid()} on \S+, last heard of"):
+    with pytest.raises(ConfigError, match=rf"--name: another process \(process {os.getpid()} on \S+, last heartbeat"):
         RunFolder(tmp_path)
     first.close()
     RunFolder(tmp_path).close()
@@ -42,12 +42,12 @@ def owned_by(folder: Path, **facts: object) -> None:
 
 
 def test_a_silent_owner_is_replaced_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    owner = Owner(tmp_path)
+    owner = FolderOwner(tmp_path)
     owned_by(tmp_path)
-    assert owner.claim().startswith("process 7 on elsewhere of job 123, last heard of ")
+    assert owner.claim().startswith("process 7 on elsewhere of job 123, last heartbeat ")
     owned_by(tmp_path, time=time.time() - STALE_SECONDS - 1)
     assert owner.claim() == ""
-    assert "owner.json is of process 7 on elsewhere of job 123, last heard of 61" in capsys.readouterr().out
+    assert "owner.json is of process 7 on elsewhere of job 123, last heartbeat 61" in capsys.readouterr().out
     assert json.loads((tmp_path / "owner.json").read_text())["pid"] == os.getpid()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["owner.json"]
     owner.release()
@@ -57,25 +57,25 @@ def test_a_process_that_is_gone_from_this_host_is_replaced_at_once(tmp_path: Pat
     gone = 2**22 + 1  # above the largest process number
     pids = os.readlink("/proc/self/ns/pid")
     owned_by(tmp_path, host=socket.gethostname(), pid=gone, pids="another container's")
-    assert Owner(tmp_path).claim()
+    assert FolderOwner(tmp_path).claim()
     owned_by(tmp_path, host=socket.gethostname(), pid=gone, pids=pids)
-    owner = Owner(tmp_path)
+    owner = FolderOwner(tmp_path)
     assert owner.claim() == ""
     owner.release()
 
 
 def test_a_damaged_owner_counts_as_old_as_it_is(tmp_path: Path):
     (tmp_path / "owner.json").write_text("{")
-    assert Owner(tmp_path).claim() == "a process that has not said who it is"
+    assert FolderOwner(tmp_path).claim() == "an unknown process"
     os.utime(tmp_path / "owner.json", (0, 0))
-    owner = Owner(tmp_path)
+    owner = FolderOwner(tmp_path)
     assert owner.claim() == ""
     owner.release()
 
 
 def test_a_heartbeat_goes_on_until_it_is_closed(tmp_path: Path):
     numbers = iter(range(1_000_000))
-    beating = Heartbeat(tmp_path / "in" / "beat.json", lambda: {"n": next(numbers)}, seconds=0.001)
+    beating = HeartbeatFile(tmp_path / "in" / "beat.json", lambda: {"n": next(numbers)}, seconds=0.001)
     deadline = time.monotonic() + 60
     while json.loads((tmp_path / "in" / "beat.json").read_text())["n"] < 3:
         assert time.monotonic() < deadline
@@ -85,7 +85,7 @@ def test_a_heartbeat_goes_on_until_it_is_closed(tmp_path: Path):
 
 def test_a_folder_that_vanishes_is_not_made_anew(tmp_path: Path):
     (tmp_path / "run").mkdir()
-    beating = Heartbeat(tmp_path / "run" / "in" / "beat.json", dict, seconds=0.001)
+    beating = HeartbeatFile(tmp_path / "run" / "in" / "beat.json", dict, seconds=0.001)
     (tmp_path / "run").rename(tmp_path / "gone")
     time.sleep(0.05)
     assert not (tmp_path / "run").exists()

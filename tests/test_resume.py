@@ -15,8 +15,8 @@ import pytest
 from helpers.tiny_runs import command, environment, flags, make_inputs, run, training_lines
 
 from training.checkpoint import find_newest, locate
-from training.checkpoint_names import list_checkpoints
 from training.metric_logger import read_metrics
+from training.status import list_checkpoints
 
 STEPS = 30
 
@@ -115,7 +115,7 @@ def test_a_signal_saves_and_exits_with_the_command_that_resumes(inputs, whole, t
     step = locate(folder).step
     assert 5 <= step < STEPS
     assert f"stopped by {signal.Signals(number).name} after step {step}" in said
-    resume = said.split("go on with: ")[1].splitlines()[0]
+    resume = said.split("resume with: ")[1].splitlines()[0]
     assert resume.startswith(f"{sys.executable} ")
     assert "train_single_gpu.py" in resume
     assert resume.endswith("--resume auto")

@@ -13,9 +13,8 @@ import pytest
 from helpers.slurm_jobs import Jobs
 from helpers.slurm_reference import STEPS
 
-from training.checkpoint_names import folder_name, list_checkpoints
 from training.metric_logger import keep_until
-from training.status import read_status
+from training.status import folder_name, list_checkpoints, read_status
 
 pytestmark = pytest.mark.slurm
 

@@ -14,8 +14,7 @@ from helpers.slurm_jobs import Jobs
 from helpers.tiny_runs import ROOT
 
 from training.checkpoint import find_newest
-from training.checkpoint_names import newest_step
-from training.status import read_status
+from training.status import newest_step, read_status
 
 pytestmark = pytest.mark.slurm
 

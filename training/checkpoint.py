@@ -25,9 +25,9 @@ from data.atomic_io import sync_folder, take_folder_mode, write_atomically
 from data.shards import sha256_file
 from model import LTGBert, ModelConfig
 from model_extra import build_model
-from training.checkpoint_names import ABANDONED, checkpoint_folders, folder_name, list_checkpoints, step_of
 from training.config import later_flag
 from training.errors import HARDWARE, UserError
+from training.status import ABANDONED, checkpoint_folders, folder_name, list_checkpoints, step_of
 
 FORMAT = 1
 RECORD = "checkpoint.json"

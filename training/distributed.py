@@ -1,7 +1,8 @@
-"""Ranks: making the world, sums over it, and agreement on what to do next. One process is the degenerate case."""
+"""Process group of a run: rendezvous, collectives with a name and a timeout. One process is the degenerate case."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -19,9 +20,8 @@ from training.config import ConfigError, TrainingConfig
 from training.environment import Environment, EnvironmentProblem, local_device_index, read_environment
 from training.errors import HardwareError
 
-_BACKSTOP_SECONDS = (
-    60.0  # after which a process group gives up by itself: the watchdog, which can say more, comes first
-)
+# Beyond --collective_timeout, until the process group gives up by itself: the watchdog, which says more, comes first.
+_BACKSTOP_SECONDS = 60.0
 # What gloo and NCCL say when another process is gone, or does not answer in time.
 _LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|socket|peer|remote process|aborted", re.IGNORECASE)
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
@@ -37,35 +37,40 @@ class CollectiveError(HardwareError):
 
 
 @dataclass
-class Place:
-    """Where this rank stands, for training/watchdog.py, which runs beside it.
+class RankProgress:
+    """How far this rank has come, for training/watchdog.py, whose thread reads it.
 
-    arrivals: operations of all ranks that it has come to; whoever has fewest is the one that the others wait for.
-    patient: in something that may take as long as --collective_timeout, not a step. since: time.monotonic() at which a
-    wait for others began.
+    collectives: how many this rank has entered; whoever has fewest is the one that the others wait for. operation: the
+    collective, or other wait, that it is in or was in last. waiting_since: time.monotonic() at which a wait for others
+    began, None outside of one. in_step: between two agreements nothing but a step, which --step_timeout limits;
+    elsewhere --collective_timeout does.
     """
 
     step: int = 0
-    patient: bool = True
-    arrivals: int = 0
-    doing: str = "its start"
-    since: float | None = None
+    in_step: bool = False
+    collectives: int = 0
+    operation: str = "start-up"
+    waiting_since: float | None = None
 
-    def waits(self) -> float:
-        """Seconds that it has waited for others now; 0 where it does something itself."""
-        since = self.since
+    def seconds_waited(self) -> float:
+        """Seconds that it has waited for others by now; 0 where it computes."""
+        since = self.waiting_since
         return 0.0 if since is None else time.monotonic() - since
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run. `size` 1 needs no process group. place: changes as this one goes along."""
+    """The processes of a run. `size` 1 needs no process group.
+
+    progress: changes as this rank goes along. collective_timeout: minutes, of the process group.
+    """
 
     rank: int
     size: int
     device: torch.device
     environment: Environment
-    place: Place = field(default_factory=Place, compare=False)
+    progress: RankProgress = field(default_factory=RankProgress, compare=False)
+    collective_timeout: float = math.inf
 
     @property
     def is_main(self) -> bool:
@@ -73,21 +78,21 @@ class World:
         return self.rank == 0
 
     @contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
-        """Names what this rank waits for inside, which depends on others."""
-        self.place.doing, self.place.since = name, time.monotonic()
+    def waiting(self, operation: str) -> Iterator[None]:
+        """Names the operation inside, in which this rank waits for others."""
+        self.progress.operation, self.progress.waiting_since = operation, time.monotonic()
         try:
             yield
         finally:
-            self.place.since = None
+            self.progress.waiting_since = None
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
-        """Names an operation of all ranks: what goes wrong between them inside becomes a CollectiveError.
+        """Names a collective, such as "all_reduce of losses"; a timeout or lost connection becomes a CollectiveError.
 
         Inside is a call of torch.distributed and nothing else: compilers and kernels time out with the same words.
         """
-        self.place.arrivals += 1
+        self.progress.collectives += 1
         try:
             with self.waiting(name):
                 yield
@@ -96,42 +101,50 @@ class World:
             if self.size == 1 or _DEVICE.match(text) or not (_LOST.search(text) or _LATE.search(text)):
                 raise
             late = _LATE.search(text) is not None
-            what = "timed out waiting for the others" if late else "lost contact with another rank"
-            raise CollectiveError(f"rank {self.rank} {what} in {name}: {text.splitlines()[0][:300]}", late) from error
+            limit = f" (--collective_timeout {self.collective_timeout:g} min)" if late else ""
+            what = "timed out" if late else "lost contact with another rank"
+            reason = text.splitlines()[0][:300]
+            raise CollectiveError(f"rank {self.rank} {what} in {name}{limit}: {reason}", late) from error
 
-    def all_reduce(self, tensor: torch.Tensor, name: str = "a sum over ranks") -> torch.Tensor:
-        """Add `tensor` up over all ranks, in place; CPU tensors go through gloo, CUDA tensors through NCCL."""
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """Add `tensor` up over all ranks, in place; CPU tensors go through gloo, CUDA tensors through NCCL.
+
+        what: is summed, for messages: "losses" gives "timed out in all_reduce of losses".
+        """
         if self.size > 1:
-            with self.collective(name):
+            with self.collective(f"all_reduce of {what}"):
                 dist.all_reduce(tensor)
         return tensor
 
-    def read(self, summed: torch.Tensor) -> torch.Tensor:
-        """What `all_reduce` gave, on the host; on CUDA this is where it waits for the others."""
-        with self.waiting(self.place.doing):
-            return summed.cpu()
+    def to_host(self, reduced: torch.Tensor) -> torch.Tensor:
+        """A result of `all_reduce` on the host; on CUDA this is where the host waits for the other ranks."""
+        with self.waiting(self.progress.operation):
+            return reduced.cpu()
 
-    def table(self, row: torch.Tensor, name: str) -> torch.Tensor:
+    def all_gather(self, row: torch.Tensor, what: str) -> torch.Tensor:
         """Every rank's `row`, whole numbers of the same shape: [size, ...], on all ranks."""
-        lines = row.new_zeros((self.size, *row.shape))
-        lines[self.rank] = row
-        return self.all_reduce(lines, name)
+        rows = row.new_zeros((self.size, *row.shape))
+        rows[self.rank] = row  # the others add zeros to it
+        if self.size > 1:
+            with self.collective(f"all_gather of {what}"):
+                dist.all_reduce(rows)
+        return rows
 
-    def all_gather_objects(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any, what: str) -> list[Any]:
         """Every rank's `value` (any small picklable object of our own making), on all ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self.collective("a gathering of facts"):
+        with self.collective(f"all_gather of {what}"):
             dist.all_gather_object(values, value)
         return values
 
-    def broadcast_object(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any, what: str) -> Any:
         """Rank 0's `value` on all ranks."""
         if self.size == 1:
             return value
         box = [value]
-        with self.collective("a message of rank 0 to all"):
+        with self.collective(f"broadcast of {what}"):
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
@@ -180,18 +193,19 @@ def start_world(config: TrainingConfig) -> World:
             "on one machine, or use train_single_gpu.py for one device"
         )
     device = choose_device(config.device, environment.local_rank)
-    world = World(environment.rank, environment.world_size, device, environment)
+    timeout = config.collective_timeout
+    world = World(environment.rank, environment.world_size, device, environment, collective_timeout=timeout)
     if world.size > 1:
-        _join(world, config)
+        _rendezvous(world, timeout)
         _check_devices(world)
     return world
 
 
-def _join(world: World, config: TrainingConfig) -> None:
-    """Make the process group. Raises HardwareError where the ranks do not find each other."""
+def _rendezvous(world: World, timeout: float) -> None:
+    """Make the process group, within `timeout` minutes. Raises HardwareError where the ranks do not find each other."""
     environment = world.environment
     address = f"{environment.master_addr}:{environment.master_port}"
-    # Both backends in one group: gradients go through NCCL, small facts about control flow stay on the hosts.
+    # Both backends in one group: gradients go through NCCL, what decides on control flow stays on the hosts.
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(
@@ -199,14 +213,14 @@ def _join(world: World, config: TrainingConfig) -> None:
             init_method=f"tcp://{address}" if environment.launcher == "slurm" else None,
             rank=world.rank,
             world_size=world.size,
-            timeout=timedelta(minutes=config.collective_timeout, seconds=_BACKSTOP_SECONDS),
+            timeout=timedelta(minutes=timeout, seconds=_BACKSTOP_SECONDS),
         )
     except dist.DistError as error:
         reason = str(error).splitlines()[0][:200]
         raise HardwareError(
-            f"rank {world.rank} on {socket.gethostname()} did not meet the other {world.size - 1} ranks at {address} "
-            f"(MASTER_ADDR:MASTER_PORT): {reason}. If the port is taken, set MASTER_PORT to another; if hosts have "
-            "several networks, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (--collective_timeout: how long to wait)"
+            f"rank {world.rank} on {socket.gethostname()}: rendezvous of {world.size} ranks at {address} "
+            f"(MASTER_ADDR:MASTER_PORT) failed (--collective_timeout {timeout:g} min): {reason}. If the port is taken, "
+            "set MASTER_PORT to another; if hosts have several networks, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
         ) from error
 
 
@@ -217,16 +231,16 @@ def _check_devices(world: World) -> None:
     """
     on_cuda = world.device.type == "cuda"
     own = (socket.gethostname(), str(torch.cuda.get_device_properties(world.device).uuid) if on_cuda else None)
-    places = world.all_gather_objects(own)
-    without = [rank for rank, (_, gpu) in enumerate(places) if gpu is None]
+    devices = world.all_gather_objects(own, "devices")
+    without = [rank for rank, (_, gpu) in enumerate(devices) if gpu is None]
     if len(without) == world.size:
         return
     if without:
         raise EnvironmentProblem(
-            f"ranks {', '.join(map(str, without))} would train on the CPU ({places[without[0]][0]}) and the others on "
+            f"ranks {', '.join(map(str, without))} would train on the CPU ({devices[without[0]][0]}) and the others on "
             "GPUs: give each task a GPU and the same --device, or all --device cpu"
         )
-    shared = [rank for rank, place in enumerate(places) if places.count(place) > 1]
+    shared = [rank for rank, device in enumerate(devices) if devices.count(device) > 1]
     if shared:
         raise EnvironmentProblem(
             f"ranks {', '.join(map(str, shared))} share a GPU with another rank: give each task its own, with "

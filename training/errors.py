@@ -1,4 +1,4 @@
-"""Why a run ends before its last step: every failure has a kind, and this is the one table of kinds and exit codes.
+"""Errors of a run: the one table of their kinds and exit codes, and how one of a rank is reported.
 
 Both training scripts end with these codes, and slurm/requeue.py, by way of the files in `failures/`, decides by kind
 whether a job starts again. Importing this needs no torch: requeue.py may run outside the container of the ranks.
@@ -9,11 +9,25 @@ A new error gets its kind by its class: derive it from one of those below, or gi
 from __future__ import annotations
 
 import errno
+import os
 import re
 import signal
 import socket
+import sys
+import time
+import traceback
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+from training.environment import Environment, EnvironmentProblem, read_environment
+from training.status import first_failure, record_failure
+
+if TYPE_CHECKING:
+    from training.config import TrainingConfig
+    from training.distributed import World
+
+_FIRST_SECONDS = 1.0  # for rank 0 to report first what fails alike on all ranks
+_LAUNCHER_SECONDS = 10.0  # for srun or torchrun to end this process, once another rank has failed
 
 
 @dataclass(frozen=True)
@@ -25,10 +39,10 @@ class Kind:
     retried: bool = False
 
 
-BUG = Kind("bug", 1)  # whatever nobody foresaw; told with its traceback
-USER = Kind("user", 2)  # flags, files or the surroundings have to be changed first
+BUG = Kind("bug", 1)  # whatever nobody foresaw; reported with its traceback
+USER = Kind("user", 2)  # flags, files or the environment have to be changed first
 NOT_FINITE = Kind("not finite", 3)  # the same steps would come to the same end
-GAVE_UP = Kind("gave up", 1)  # started too often, or in vain
+GAVE_UP = Kind("gave up", 1)  # started too often, or without progress
 HARDWARE = Kind("hardware or network", 75, retried=True)  # EX_TEMPFAIL of sysexits.h: try again
 KINDS = {kind.name: kind for kind in (BUG, USER, NOT_FINITE, HARDWARE, GAVE_UP)}
 
@@ -95,7 +109,6 @@ def kind_of(error: BaseException) -> Kind:
 
     from data.corpus import CorpusError
     from data.shards import ShardError
-    from training.environment import EnvironmentProblem
 
     kind = getattr(error, "kind", None)
     if isinstance(kind, Kind):
@@ -125,3 +138,84 @@ def host_at_fault(error: BaseException) -> str:
 def _is_device_error(error: BaseException) -> bool:
     text = str(error)
     return isinstance(error, RuntimeError) and bool(_DEVICE.search(text)) and not _OF_THE_PROGRAM.search(text)
+
+
+# Reporting
+
+
+def _environment(world: World | None) -> Environment:
+    if world is not None:
+        return world.environment
+    try:
+        return read_environment(os.environ)
+    except EnvironmentProblem:
+        return Environment("none")
+
+
+def out_of_memory(error: Exception) -> str:
+    """The message for torch.OutOfMemoryError: torch's first sentence, and the remedy."""
+    return f"{str(error).split('. ')[0]}; lower --local_batch_size: it changes speed alone"
+
+
+def report_error(error: BaseException, config: TrainingConfig | None, world: World | None) -> int:
+    """Print the error that ends this rank, and record it in the run folder of a SLURM job; returns its exit code.
+
+    An error that explains itself is one sentence, any other its traceback. A rank that fails because another did gives
+    the launcher time to end it first: the other's error is the one to read.
+    """
+    import torch
+
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted before the first step; nothing was lost", file=sys.stderr, flush=True)
+        return INTERRUPTED
+    follows = isinstance(error, OtherRankFailed) or (isinstance(error, HardwareError) and error.secondary)
+    if isinstance(error, OtherRankFailed):
+        _await_launcher()
+        return BUG.code
+    kind = kind_of(error)
+    if follows and _await_launcher():
+        return kind.code  # records nothing: the launcher knows of the other
+    if isinstance(error, torch.OutOfMemoryError):
+        text = out_of_memory(error)
+    elif isinstance(error, OSError) and kind is not BUG:
+        text = f"{error.filename or 'a file of the run'}: {error.strerror}"
+    else:
+        text = str(error) if is_explained(error) else _show_traceback(error, world)
+    _print_and_record(text, kind, config, world, host_at_fault(error), follows)
+    return kind.code
+
+
+def _await_launcher() -> bool:
+    """Whether the launcher has asked this process to end."""
+    came: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda given, _frame: came.append(given))
+    deadline = time.monotonic() + _LAUNCHER_SECONDS
+    while not came and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return bool(came)
+
+
+def _print_and_record(
+    error: str, kind: Kind, config: TrainingConfig | None, world: World | None, host: str, secondary: bool
+) -> None:
+    """Print an error, naming the rank where there are several, and record it in the run folder of a SLURM job."""
+    environment = _environment(world)
+    if config is not None and environment.job_id is not None:
+        if environment.rank > 0 and world is None:  # before the rendezvous all ranks tend to fail alike: one prints it
+            time.sleep(_FIRST_SECONDS)
+            known = first_failure(config.run_folder, environment.job_id, environment.restart_count)
+            if known is not None and known.error == error:
+                return
+        record_failure(config.run_folder, environment, error, secondary, kind.name, host)
+    prefix = f"[rank {environment.rank} on {socket.gethostname()}] " if environment.world_size > 1 else ""
+    print("".join(f"{prefix}{line}\n" for line in f"error: {error}".splitlines()), end="", file=sys.stderr, flush=True)
+
+
+def _show_traceback(error: BaseException, world: World | None) -> str:
+    """Print the traceback of an unforeseen error, all but its last line, which is returned."""
+    environment = _environment(world)
+    prefix = f"[rank {environment.rank} on {socket.gethostname()}] " if environment.world_size > 1 else ""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    print("".join(f"{prefix}{line}\n" for line in lines[:-1]), end="", file=sys.stderr, flush=True)
+    return lines[-1]

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from model import LTGBert
-from training.agreement import check_same_model
 from training.distributed import World
+from training.rank_checks import check_same_model
 
 BUCKET_BYTES = 32 * 2**20  # about a layer of base; each is a message of its own
-_SUM = "the sum of gradients"
+_SUM = "all_reduce of gradients"
 _ALIGNMENT = 64  # elements between beginnings of gradients: 256 bytes, so that kernels read whole vectors
 
 
@@ -27,7 +27,7 @@ def broadcast_parameters(model: nn.Module, world: World) -> None:
     if world.size == 1:
         return
     check_same_model(model, world)
-    with world.collective("the sharing of weights"):
+    with world.collective("broadcast of parameters"):
         for tensor in model.state_dict().values():
             dist.broadcast(tensor, src=0)
 

@@ -21,25 +21,32 @@ from data.counter_rng import fold
 from data.loader import Loader
 from evaluation.pair_accuracy import pairs_line
 from model_extra import build_model
-from training.agreement import check_same_run
 from training.checkpoint import Checkpoint
-from training.checkpoint_names import checkpoint_folders, list_checkpoints, newest_step
 from training.compiling import compile_layers
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.distributed import World, single_world
-from training.divergence import DivergenceError, check_ranks
 from training.ema import Ema
-from training.errors import DONE, HardwareError, NonFiniteError, OtherRankFailed
+from training.errors import DONE, HardwareError, NonFiniteError, OtherRankFailed, report_error
 from training.forward_backward import ForwardBackward, graph_obstacle
 from training.gradients import GradientBuckets, broadcast_parameters
 from training.metric_logger import MetricLogger, keep_until, missing_steps, unbreakable, wandb_mode
 from training.optimizers import load_named_state, make_optimizer
 from training.preemption import StopSignals
-from training.reporting import tell
+from training.rank_checks import DivergenceError, check_ranks, check_same_run
 from training.resume import find_resume_point, read_initial_weights, was_restarted
 from training.saving import Saver, check_finite
 from training.setup import Inputs, RunFolder, check_world, describe_launch, read_inputs
-from training.status import FAILED, FINISHED, RUNNING, Attempt, read_status, write_status
+from training.status import (
+    FAILED,
+    FINISHED,
+    RUNNING,
+    Attempt,
+    checkpoint_folders,
+    list_checkpoints,
+    newest_step,
+    read_status,
+    write_status,
+)
 from training.step import AsyncStepMetrics, TrainState, agree, train_step, warm_up
 from training.stopping import (
     Stop,
@@ -85,7 +92,7 @@ def main(
         with ExitStack() as stack:
             return train(inputs, world, signals, stack)
     except (Exception, KeyboardInterrupt) as error:
-        return tell(error, config, world)
+        return report_error(error, config, world)
     finally:
         if world is not None:
             world.close()
@@ -109,7 +116,7 @@ def on_main(world: World, function: Callable[[], _Result]) -> _Result:
             result = function()
         except Exception as problem:  # whatever it is, the other ranks wait to hear of it
             error = problem
-    failed, shared = world.broadcast_object((error is not None, result))
+    failed, shared = world.broadcast_object((error is not None, result), "a result of rank 0")
     if error is not None:
         raise error
     if failed:
@@ -317,7 +324,7 @@ def train(inputs: Inputs, world: World, signals: StopSignals, stack: ExitStack) 
     except (Exception, KeyboardInterrupt) as error:
         if records is not None:
             records.failed(error)
-        return tell(error, config, world)
+        return report_error(error, config, world)
 
     stack.close()
     signals.stopped_early = stop is not None
@@ -326,7 +333,7 @@ def train(inputs: Inputs, world: World, signals: StopSignals, stack: ExitStack) 
     # The files are closed and the lock is free: from here on SLURM may start the job again.
     code, words = conclude(stop, state.step, config, environment)
     with unbreakable(sys.stdout):
-        print(f"{words}\ngo on with: {resume_command()}", flush=True)
+        print(f"{words}\nresume with: {resume_command()}", flush=True)
     return code
 
 
@@ -369,16 +376,16 @@ def _run_steps(
         if loader.late > 60 * config.collective_timeout:
             raise HardwareError(f"no rows came from {config.train_path} for {loader.late:.0f} s; do its disks answer?")
         wish = conditions.wish(records.recorder.problem if records is not None else None)
-        world.place.step = state.step + 1
+        world.progress.step = state.step + 1
         targets, stops, ready = agree(world, batch, wants_stop=wish is not None)
-        world.place.patient = stops
+        world.progress.in_step = not stops
         if stops:
             finished = log.flush()  # raises before a bad state could be saved
             if records is not None:
                 records.log(finished, last=True)
             if saved != state.step:
                 save(state, inputs, world, records, last=True)
-            return most_urgent(world.all_gather_objects(wish))
+            return most_urgent(world.all_gather_objects(wish, "stop requests"))
         if batch is None or not ready:  # an epoch's index takes its time: a stop is heard nevertheless, by all ranks
             continue
 
@@ -391,7 +398,7 @@ def _run_steps(
         saves = due(state.step, config.save_every, config.max_steps) or state.step in config.save_steps
         if validates or evaluates or saves:
             finished += log.flush()  # as above
-            world.place.patient = True  # until the next agreement, before which rank 0 may have more to do
+            world.progress.in_step = False  # until the next agreement, before which rank 0 may have more to do
         if records is not None:
             records.log(finished, last=validates or evaluates)
         if validates:

@@ -1,4 +1,7 @@
-"""Facts exchanged between ranks where some may hang or be gone, for slurm/doctor.py and training/watchdog.py."""
+"""Rendezvous store: small values exchanged between ranks over a TCPStore with timeouts, where some may hang or be gone.
+
+For training/watchdog.py and slurm/doctor.py.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +22,25 @@ from training.wording import time_text
 
 _Result = TypeVar("_Result")
 # torchrun's store outlives the ranks that it starts again
-_PREFIX = f"meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+_PREFIX = f"rank_store/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-class RankLost(RuntimeError):
+class RankMissing(RuntimeError):
     """Rank 0 has stopped waiting for this rank, or does not answer."""
 
 
 class RankStore:
-    """Small facts exchanged between the ranks through the launcher's key-value store, with a time limit.
+    """Gathers values over the launcher's key-value store, with a timeout (seconds).
 
-    Process groups hang or end where a rank is missing; here the others learn its number and go on without it.
-    lost: ranks that did not answer in time, for good. broken: a collective failed on some rank. stuck: a thread of this
-    process still waits in one.
+    Process groups hang or end where a rank is missing; here the others learn its number and continue without it.
+    missing: ranks that did not answer in time, for good. failed: a collective failed on some rank. hung: a thread of
+    this process still waits in one.
     """
 
-    def __init__(self, environment: Environment, patience: float):
-        self.rank, self.size, self.patience = environment.rank, environment.world_size, patience
-        self.lost: set[int] = set()
-        self.broken = self.stuck = False
+    def __init__(self, environment: Environment, timeout: float):
+        self.rank, self.size, self.timeout = environment.rank, environment.world_size, timeout
+        self.missing: set[int] = set()
+        self.failed = self.hung = False
         self._round, self._store = 0, None
         if self.size > 1:
             # The very store that init_process_group will use: torchrun's, or a new one that rank 0 hosts and shares.
@@ -47,54 +50,54 @@ class RankStore:
                 environment.master_port,
                 self.size,
                 is_master=self.rank == 0 and not hosted,
-                timeout=timedelta(seconds=patience),
+                timeout=timedelta(seconds=timeout),
                 wait_for_workers=False,
                 multi_tenant=not hosted,
             )
 
-    def gather(self, value: Any, patience: float | None = None) -> dict[int, Any]:
+    def all_gather(self, value: Any, timeout: float | None = None) -> dict[int, Any]:
         """Every answering rank's `value` (that JSON can hold), by rank; the same on all ranks."""
         if self._store is None:
             return {0: value}
         self._round += 1
-        patience = patience or self.patience
+        timeout = timeout or self.timeout
         everything = self._key("all")
         self._store.set(self._key(self.rank), json.dumps(value))
         if self.rank == 0:
-            deadline, answers = time.monotonic() + patience, []
-            for rank in sorted(set(range(self.size)) - self.lost):
+            deadline, answers = time.monotonic() + timeout, []
+            for rank in sorted(set(range(self.size)) - self.missing):
                 try:
                     seconds = max(0.01, deadline - time.monotonic())
                     self._store.wait([self._key(rank)], timedelta(seconds=seconds))
                     answers.append((rank, json.loads(self._store.get(self._key(rank)))))
                 except (DistError, RuntimeError):
-                    self.lost.add(rank)
-            self._store.set(everything, json.dumps([sorted(self.lost), answers]))
+                    self.missing.add(rank)
+            self._store.set(everything, json.dumps([sorted(self.missing), answers]))
         try:
-            self._store.wait([everything], timedelta(seconds=2 * patience))
-            lost, answers = json.loads(self._store.get(everything))
+            self._store.wait([everything], timedelta(seconds=2 * timeout))
+            missing, answers = json.loads(self._store.get(everything))
         except (DistError, RuntimeError) as error:
-            raise RankLost("rank 0 does not answer any more") from error
-        self.lost = set(lost)
-        if self.rank in self.lost:
-            raise RankLost("this rank answered too late, and rank 0 went on without it")
+            raise RankMissing("rank 0 does not answer any more") from error
+        self.missing = set(missing)
+        if self.rank in self.missing:
+            raise RankMissing("this rank answered too late, and rank 0 continued without it")
         return dict(answers)
 
     def _key(self, name: object) -> str:
         return f"{_PREFIX}/{self._round}/{name}"
 
-    def post(self, name: str, value: Any) -> None:
-        """Leave `value` (that JSON can hold) for whoever looks. Raises RuntimeError where the store does not answer."""
+    def set(self, name: str, value: Any) -> None:
+        """Store `value` (that JSON can hold) under `name`. Raises RuntimeError where the store does not answer."""
         if self._store is not None:
-            self._store.set(f"{_PREFIX}/posted/{name}", json.dumps(value))
+            self._store.set(f"{_PREFIX}/value/{name}", json.dumps(value))
 
-    def look(self, name: str) -> Any:
-        """What was last posted under `name`, None where nothing was. Raises as `post` does."""
-        key = f"{_PREFIX}/posted/{name}"
+    def get(self, name: str) -> Any:
+        """The value last set under `name`, None where there is none; does not wait. Raises as `set` does."""
+        key = f"{_PREFIX}/value/{name}"
         return json.loads(self._store.get(key)) if self._store is not None and self._store.check([key]) else None
 
-    def together(self, function: Callable[[], _Result], seconds: float, device: torch.device) -> _Result:
-        """function(), in which ranks wait for each other: on a thread, so that a hang or another rank's error ends it.
+    def run_with_timeout(self, function: Callable[[], _Result], seconds: float, device: torch.device) -> _Result:
+        """function(), which calls collectives: on a thread, so that a hang or another rank's error ends it.
 
         Raises what it raised, TimeoutError, or OtherRankFailed.
         """
@@ -110,31 +113,31 @@ class RankStore:
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        deadline, broken = time.monotonic() + seconds, self._key("broken")
-        while not self.stuck:
+        deadline, failed = time.monotonic() + seconds, self._key("failed")
+        while not self.hung:
             thread.join(0.2)
             if not thread.is_alive():
                 break
-            failed = self._store is not None and self._store.check([broken])
-            self.stuck = failed or time.monotonic() > deadline
-            if failed:
+            elsewhere = self._store is not None and self._store.check([failed])
+            self.hung = elsewhere or time.monotonic() > deadline
+            if elsewhere:
                 raise OtherRankFailed("another rank failed meanwhile")
         else:
             raise TimeoutError(f"no result within {time_text(seconds)}")
         if "error" in box:
             if self._store is not None:
-                self._store.set(broken, "1")
+                self._store.set(failed, "1")
             raise box["error"]
         return box["value"]
 
-    def leave(self) -> None:
-        """Go; rank 0, which may host the store, last."""
+    def close(self) -> None:
+        """Leave the store; rank 0, which may host it, last."""
         if self._store is None:
             return
         self._round += 1
         try:
             self._store.set(self._key(self.rank), "")
-            others = set(range(1, self.size)) - self.lost if self.rank == 0 else ()
+            others = set(range(1, self.size)) - self.missing if self.rank == 0 else ()
             for rank in others:
                 self._store.wait([self._key(rank)], timedelta(seconds=5))
         except (DistError, RuntimeError):

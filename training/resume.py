@@ -10,10 +10,10 @@ import torch
 
 from model import ModelConfig
 from training.checkpoint import Checkpoint, CheckpointError, clean, find_newest, locate, set_aside
-from training.checkpoint_names import ABANDONED, list_checkpoints
 from training.config import LATER_FLAGS, ConfigError, TrainingConfig, differences
 from training.environment import Environment
 from training.setup import Inputs, RunView, origin
+from training.status import ABANDONED, list_checkpoints
 
 _WITHOUT_WEIGHTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")  # of a model: a branch may change them
 

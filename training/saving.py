@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from training.checkpoint import SaveError, prune, write_checkpoint
-from training.checkpoint_names import checkpoint_folders, list_checkpoints
 from training.errors import NonFiniteError
 from training.optimizers import named_state
 from training.setup import Inputs, RunFolder, versions
+from training.status import checkpoint_folders, list_checkpoints
 from training.step import TrainState
 
 _PAUSE_SECONDS = 1.0  # before a save is tried again: a file server may be on its way back

@@ -36,10 +36,10 @@ from ops.reference import reference_parts
 from report.runs import SAMPLES
 from training import kernel_report
 from training.checkpoint import SaveError, training_flags
-from training.checkpoint_names import checkpoint_folders, copied_from, list_checkpoints
 from training.config import LATER_FLAGS, ConfigError, TrainingConfig, later_flag
 from training.distributed import World
-from training.heartbeat import Owner
+from training.status import checkpoint_folders, copied_from, list_checkpoints
+from training.watchdog import FolderOwner
 
 _ROOT = Path(__file__).resolve().parent.parent
 _VOCABULARY_PADDING = 128  # a vocabulary rounded up to a multiple of this is no mistake
@@ -286,7 +286,7 @@ class RunFolder(RunView):
             self._lock = (path / ".lock").open("a+")
         except OSError as error:
             raise ConfigError(f"--output_dir: {path} cannot be written: {error.strerror}") from error
-        self._owner = Owner(path)  # where there are no locks
+        self._owner = FolderOwner(path)  # where there are no locks
         if holder := self._acquire(patience):
             self._lock.close()
             raise ConfigError(f"--name: {holder} is training in {path}; wait for it or take another name")

@@ -1,16 +1,17 @@
-"""What became of a run, in files of its folder: the present state, every start, and the errors of each rank.
+"""Run status in files of the run folder: the present state, every start, errors of each rank, names of checkpoints.
 
-`status.json` says how things stand, `attempts.jsonl` has a line for each start, `failures/` a file for each rank that
-failed. Job scripts and launchers read them where SLURM's accounting is disabled or says too little; nothing here needs
-torch.
+`status.json` holds the state, `attempts.jsonl` a line for each start, `failures/` a file for each rank that failed.
+Job scripts and launchers read them where SLURM's accounting is disabled or says too little; nothing here needs torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,11 +19,13 @@ from typing import Any
 
 from data.atomic_io import json_lines, write_atomically
 from training.environment import Environment
-from training.errors import BUG, Kind
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 REQUEUED = "requeued"  # SLURM was asked to start the job again, and agreed
 REQUEUE_WANTED = "requeue_wanted"  # the rank could not ask (no scontrol in its container): the batch script does
+
+_FOLDER = re.compile(r"step_(\d{8,})")
+ABANDONED = "abandoned_"  # before the name of a checkpoint that is the run's no more
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Failure:
     time: float
     error: str
     secondary: bool
-    kind: str = BUG.name
+    kind: str = "bug"
     host_at_fault: str = ""
 
 
@@ -90,12 +93,12 @@ def record_failure(
     environment: Environment,
     error: str,
     secondary: bool = False,
-    kind: Kind = BUG,
+    kind: str = "bug",
     host_at_fault: str = "",
 ) -> None:
     """Leave this rank's error for whoever asks why the run ended; a folder that cannot be written is no new error."""
     host, now = socket.gethostname(), time.time()
-    failure = Failure(environment.rank, host, now, error, secondary, kind.name, host_at_fault)
+    failure = Failure(environment.rank, host, now, error, secondary, kind, host_at_fault)
     path = _failure_file(folder, environment)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,3 +204,53 @@ def _append(folder: Path, line: dict[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+# Checkpoints
+
+
+def folder_name(step: int) -> str:
+    """Name of the checkpoint folder after `step` optimizer steps."""
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """Optimizer steps done, from a checkpoint folder's name."""
+    return int(path.name.removeprefix("step_"))
+
+
+def checkpoint_folders(run_folder: Path) -> list[Path]:
+    """Where a run's checkpoints may be: in its own folder, and where --spare_checkpoint_dir let it save."""
+    config = _read_config(run_folder)
+    spare = [] if copied_from(run_folder, config) else config.get("spare_checkpoints", [])
+    return [run_folder / "checkpoints", *map(Path, spare)]
+
+
+def copied_from(run_folder: Path, config: Mapping[str, Any]) -> Path | None:
+    """The run folder of which this one, with this config.json, is a copy; None for one that is none, or was moved."""
+    original = Path(config.get("folder") or run_folder)
+    try:
+        same = original.samefile(run_folder) or _read_config(original).get("wandb_id") != config.get("wandb_id")
+    except OSError:  # moved, or seen under another path on this host
+        same = True
+    return None if same else original
+
+
+def _read_config(run_folder: Path) -> dict[str, Any]:
+    """A run's config.json; {} where there is none or it is damaged."""
+    try:
+        config = json.loads((run_folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = None
+    return config if isinstance(config, dict) else {}
+
+
+def list_checkpoints(*parents: Path) -> list[Path]:
+    """Checkpoint folders, newest first, of equal ones those of the first parent; whether they are whole is not seen."""
+    found = [path for parent in parents if parent.is_dir() for path in parent.iterdir()]
+    return sorted((path for path in found if _FOLDER.fullmatch(path.name) and path.is_dir()), key=step_of, reverse=True)
+
+
+def newest_step(*parents: Path) -> int:
+    """Steps done by the newest checkpoint in folders of checkpoints, 0 where there is none."""
+    return max((step_of(path) for path in list_checkpoints(*parents)), default=0)

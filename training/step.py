@@ -19,12 +19,12 @@ from data.plan import CAUSAL, MASKED, OBJECTIVES
 from model import LTGBert
 from ops.bit_sums import BitSums
 from training.distributed import World
-from training.divergence import DivergenceError, RankCheck, begin_check
 from training.ema import Ema
 from training.errors import NonFiniteError
 from training.forward_backward import ForwardBackward
 from training.gradients import GradientBuckets
 from training.loss import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
+from training.rank_checks import DivergenceError, RankCheck, begin_check
 from training.schedules import average_decay, learning_rate
 from training.setup import Inputs
 from training.summary import flops_per_token, peak_flops, target_share
@@ -77,7 +77,7 @@ def agree(world: World, batch: StepBatch | None, wants_stop: bool) -> tuple[tupl
     """
     targets = [0, 0] if batch is None else batch.targets.tolist()
     facts = torch.tensor([*targets, int(wants_stop), int(batch is None)])
-    masked, causal, stops, missing = world.all_reduce(facts, "the agreement before a step").tolist()
+    masked, causal, stops, missing = world.all_reduce(facts, "target counts").tolist()
     return (masked, causal), stops > 0, missing == 0
 
 
@@ -148,8 +148,8 @@ def train_step(
     if world.device.type == "cuda":
         facts["stats/peak_memory_gib"] = torch.cuda.max_memory_allocated(world.device) / 2**30
     if prints is not None:
-        prints = _to_host(world.all_reduce(prints, "the sum of fingerprints"))
-    sums = _to_host(world.all_reduce(local_sums.clone(), "the sum of losses"))
+        prints = _to_host(world.all_reduce(prints, "fingerprints"))
+    sums = _to_host(world.all_reduce(local_sums.clone(), "losses"))
     extra = {name: _to_host(value) for name, value in extra.items()}
     every = config.check_ranks_every
     check = begin_check(state, world) if every and done % every == 0 else None
@@ -237,7 +237,7 @@ class AsyncStepMetrics:
         records = []
         while len(self._pending) > leave:
             pending = self._pending.popleft()
-            with self._world.waiting("the device"):
+            with self._world.waiting("device synchronization"):
                 seconds = _seconds(self._last, pending.finished)
             self._last = pending.finished
             records.append(self._metrics(pending, seconds))
@@ -249,7 +249,7 @@ class AsyncStepMetrics:
         Raises on all ranks: DivergenceError where they differ, NonFiniteError where a loss or the norm is bad.
         """
         if pending.check is not None:
-            pending.check.conclude(self._world)
+            pending.check.verify(self._world)
         record = dict(pending.facts)
         sums, norm = pending.sums[:-1].view(2, 4).tolist(), float(pending.sums[-1]) / self._world.size
         if not all(math.isfinite(line[LOSS]) for line in sums) or not math.isfinite(norm):
@@ -283,7 +283,7 @@ class AsyncStepMetrics:
 
 def _raise_non_finite(pending: InFlightStep, world: World) -> NoReturn:
     """Say which rank and objective a bad value came from; called by all ranks."""
-    everyone = world.all_gather_objects(pending.local_sums.tolist())  # of each rank as `sums`
+    everyone = world.all_gather_objects(pending.local_sums.tolist(), "losses")  # of each rank as `sums`
     losses = [[sums[:4][LOSS], sums[4:][LOSS]] for sums in everyone]
     bad = [
         f"rank {rank}, {OBJECTIVES[objective]} objective: the summed loss is {losses[rank][objective]}"

@@ -50,7 +50,7 @@ def validate(
             sums += sums_by_objective(scores, which)
     model.train(was_training)
     metrics = {}
-    totals = world.read(world.all_reduce(sums, "the sum of held-out losses")).tolist()
+    totals = world.to_host(world.all_reduce(sums, "validation losses")).tolist()
     for name, (loss, _, correct, count) in zip(OBJECTIVES, totals, strict=True):
         if count:
             metrics[f"{prefix}{name}_loss{suffix}"] = loss / count

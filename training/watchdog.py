@@ -1,10 +1,12 @@
-"""Ranks that wait in vain: which rank the others wait for, and where every one of them stands.
+"""Watchdog of collectives and heartbeats: a rank that hangs is named, with every other's position, and the run ends.
 
-A thread of each rank posts every few seconds where the rank is. Where one has waited for the others longer than it may,
-all ranks that still live write their stack traces and say where they are; rank 0 names those that do not answer or have
-not arrived, and all end. What waits is inside a collective that nothing interrupts, so the process ends from here.
+A thread of each rank stores its progress every few seconds. Where one has waited for the others longer than
+--step_timeout or --collective_timeout allows, all ranks that still live write their stack traces and their position;
+rank 0 names those that do not answer or are behind, and all end. What waits is inside a collective that nothing
+interrupts, so the process ends from here.
 
-The posts go through the launcher's key-value store. A file in the run folder, one for each host, tells people.
+The positions go through the launcher's key-value store. A file in the run folder, one for each host, shows them to
+people; such a file also shows who owns a run folder.
 """
 
 from __future__ import annotations
@@ -16,28 +18,29 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
-from training.checkpoint_names import newest_step
 from training.config import TrainingConfig
-from training.distributed import Place, World
-from training.errors import HARDWARE, HardwareError
-from training.heartbeat import Heartbeat
+from training.distributed import World
+from training.errors import HARDWARE, HardwareError, report_error
 from training.rank_store import RankStore
-from training.reporting import tell
-from training.status import FAILED, record_failure, write_status
+from training.status import FAILED, newest_step, record_failure, write_status
+from training.wording import time_text
 
-_BEAT_SECONDS = 5.0  # between posts; less where a rank may wait for less than some
-_FILE_SECONDS = 30.0  # between lines of a host's file
-_GRACE_SECONDS = 5.0  # for a busy host, beyond two posts, until a rank counts as silent
+_BEAT_SECONDS = 5.0  # between heartbeats in the store; less where a rank may wait for less than some
+_FILE_SECONDS = 30.0  # between heartbeats in a host's file
+_GRACE_SECONDS = 5.0  # for a busy host, beyond two heartbeats, until a rank counts as silent
 _NAMED = 4  # ranks in a sentence
 _LAST_SECONDS = 5.0  # for rank 0 to speak, before the end of another has the launcher end it
+_OWNER_SECONDS = 10.0  # between heartbeats of a run folder's owner
+STALE_SECONDS = 60.0  # without a heartbeat, after which an owner counts as gone; far more than clocks differ
 
 
 class HangError(HardwareError):
-    """Ranks have waited in vain; the message says for which."""
+    """Ranks timed out waiting for others; the message names these."""
 
 
 class Watchdog:
@@ -45,16 +48,14 @@ class Watchdog:
 
     def __init__(self, config: TrainingConfig, world: World) -> None:
         self._config, self._world = config, world
-        self._long = 60 * config.collective_timeout
-        self._short = min(60 * config.step_timeout, self._long)
-        self._pause = min(_BEAT_SECONDS, self._short / 3)
+        self._pause = min(_BEAT_SECONDS, 60 * min(config.step_timeout, config.collective_timeout) / 3)
         self._grace = 2 * self._pause + _GRACE_SECONDS
         self._stop = threading.Event()
-        self._meeting = RankStore(world.environment, self._grace)
+        self._store = RankStore(world.environment, self._grace)
         self._file = None
         if world.environment.local_rank == 0:
             path = config.run_folder / "heartbeats" / f"{socket.gethostname()}.json"
-            self._file = Heartbeat(path, lambda: where(world), _FILE_SECONDS)
+            self._file = HeartbeatFile(path, lambda: position(world), _FILE_SECONDS)
         self._thread = threading.Thread(target=self._work, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -67,101 +68,111 @@ class Watchdog:
 
     def _work(self) -> None:
         while True:
-            waits, asked = self._world.place.waits(), False
-            # A store that does not answer: its keeper hangs, or has ended as this rank is about to.
+            waited, reported = self._world.progress.seconds_waited(), False
+            # A store that does not answer: the rank that hosts it hangs, or has ended as this one is about to.
             with suppress(RuntimeError):
-                self._meeting.post(f"beat/{self._world.rank}", where(self._world))
-                asked = self._meeting.look("hang") is not None
-            if asked or waits > (self._long if self._world.place.patient else self._short):
+                self._store.set(f"heartbeat/{self._world.rank}", position(self._world))
+                reported = self._store.get("hang") is not None
+            if reported or waited > 60 * self._timeout()[1]:
                 self._end()
             if self._stop.wait(self._pause):
                 return
 
+    def _timeout(self) -> tuple[str, float]:
+        """The flag that limits the present wait, and its minutes."""
+        flags = ["collective_timeout"] + ["step_timeout"] * self._world.progress.in_step
+        return min(((f"--{flag}", getattr(self._config, flag)) for flag in flags), key=lambda limit: limit[1])
+
     def _end(self) -> NoReturn:
-        """Say what is known, and end this process."""
+        """Report what is known, and end this process."""
         rank, environment, folder = self._world.rank, self._world.environment, self._config.run_folder
-        own = where(self._world)
+        own = position(self._world) | {"timeout": "{} {:g} min".format(*self._timeout())}
         _dump_stacks(self._config, self._world, own)
         try:
             with suppress(RuntimeError):
-                self._meeting.post("hang", own)
-            answers = self._meeting.gather(own)
-            error = verdict(answers, self._beats(), sorted(set(range(self._world.size)) - answers.keys()))
-            speaks = rank == 0
-        except RuntimeError:  # RankLost among them: there is nobody else who could say it
-            error, speaks = verdict({rank: own}, self._beats(only=0), [0]), True
+                self._store.set("hang", own)
+            answers = self._store.all_gather(own)
+            error = explain_hang(answers, self._heartbeats(), sorted(set(range(self._world.size)) - answers.keys()))
+            is_reporter = rank == 0
+        except RuntimeError:  # RankMissing among them: there is nobody else to report it
+            error, is_reporter = explain_hang({rank: own}, self._heartbeats(only=0), [0]), True
         error.args = (f"{error}. Stack traces of the ranks that live are in {folder / 'failures'}",)
         if rank == 0:
             with suppress(OSError):
                 done = newest_step(folder / "checkpoints")
                 write_status(folder, environment, FAILED, str(error), done, self._config.max_steps)
-        if speaks:
-            tell(error, self._config, self._world)
+        if is_reporter:
+            report_error(error, self._config, self._world)
         elif environment.job_id is not None:
-            record_failure(folder, environment, str(error), secondary=True, kind=HARDWARE)
-        if not speaks:
+            record_failure(folder, environment, str(error), secondary=True, kind=HARDWARE.name)
+        if not is_reporter:
             time.sleep(_LAST_SECONDS)
         sys.stdout.flush()
         os._exit(HARDWARE.code)
 
-    def _beats(self, only: int | None = None) -> dict[int, dict[str, Any]]:
-        """What ranks have posted last."""
+    def _heartbeats(self, only: int | None = None) -> dict[int, dict[str, Any]]:
+        """The last position that ranks have stored."""
         found = {}
         for rank in range(self._world.size) if only is None else [only]:
             with suppress(RuntimeError):
-                found[rank] = self._meeting.look(f"beat/{rank}")
-        return {rank: beat for rank, beat in found.items() if beat is not None}
+                found[rank] = self._store.get(f"heartbeat/{rank}")
+        return {rank: last for rank, last in found.items() if last is not None}
 
 
-def where(world: World) -> dict[str, Any]:
-    """Where a rank stands, as JSON."""
-    place: Place = world.place
+def position(world: World) -> dict[str, Any]:
+    """How far a rank has come, as JSON."""
+    progress = world.progress
     return {
         "rank": world.rank,
         "host": socket.gethostname(),
-        "step": place.step,
-        "doing": place.doing,
-        "arrivals": place.arrivals,
-        "waits": round(place.waits(), 1),
+        "step": progress.step,
+        "operation": progress.operation,
+        "collectives": progress.collectives,
+        "seconds_waited": round(progress.seconds_waited(), 1),
         "time": time.time(),
     }
 
 
-def verdict(answers: dict[int, dict[str, Any]], beats: dict[int, dict[str, Any]], silent: Sequence[int]) -> HangError:
-    """Which ranks the others wait for, in a sentence, and the host to blame where it is one.
+def explain_hang(
+    answers: dict[int, dict[str, Any]], heartbeats: dict[int, dict[str, Any]], silent: Sequence[int]
+) -> HangError:
+    """Which ranks the others wait for, in a sentence, and the host at fault where it is one.
 
-    answers: of `where`, by rank. beats: the same as posted earlier, where known. silent: ranks that did not answer.
+    answers: positions by rank, with the "timeout" that limits each. heartbeats: earlier positions, where known.
+    silent: ranks that did not answer.
     """
-    furthest = max(answers.values(), key=lambda place: place["arrivals"])
-    seconds = max(place["waits"] for place in answers.values())
-    stands = f"have waited in step {furthest['step']} ({furthest['doing']}) for {seconds:.0f} s"
-    late = [rank for rank, place in answers.items() if place["arrivals"] < furthest["arrivals"]]
-    if not silent and not late:
-        return HangError(f"all ranks {stands} and none is behind: a device or the network between them hangs")
-    named = [_silence(rank, beats.get(rank)) for rank in silent] or [_lateness(answers[rank]) for rank in late]
-    hosts = {({**beats, **answers}.get(rank) or {"host": ""})["host"] for rank in silent or late}
+    furthest = max(answers.values(), key=lambda own: own["collectives"])
+    longest = max(answers.values(), key=lambda own: own["seconds_waited"])
+    limit = f"after {longest['seconds_waited']:.0f} s ({longest['timeout']})"
+    timed_out = f"timed out in {furthest['operation']}, step {furthest['step']}, {limit}"
+    behind = [rank for rank, own in answers.items() if own["collectives"] < furthest["collectives"]]
+    if not silent and not behind:
+        return HangError(f"all ranks {timed_out} and none is behind: a device or the network between them hangs")
+    named = [_describe_silent(rank, heartbeats.get(rank)) for rank in silent]
+    named = named or [_describe_behind(answers[rank]) for rank in behind]
+    hosts = {({**heartbeats, **answers}.get(rank) or {"host": ""})["host"] for rank in silent or behind}
     more = f"; and {len(named) - _NAMED} more ranks" if len(named) > _NAMED else ""
-    text = f"{'; '.join(named[:_NAMED])}{more}; the others {stands}"
+    text = f"{'; '.join(named[:_NAMED])}{more}; the others {timed_out}"
     return HangError(text, host=hosts.pop() if len(hosts) == 1 else "")
 
 
-def _lateness(place: dict[str, Any]) -> str:
-    where = f"{'in' if place['waits'] else 'after'} {place['doing']}"
-    return f"rank {place['rank']} on {place['host']} has not arrived: it is in step {place['step']} ({where})"
+def _describe_behind(own: dict[str, Any]) -> str:
+    where = f"{'in' if own['seconds_waited'] else 'after'} {own['operation']}"
+    return f"rank {own['rank']} on {own['host']} has not arrived: it is in step {own['step']} ({where})"
 
 
-def _silence(rank: int, beat: dict[str, Any] | None) -> str:
-    if beat is None:
-        return f"rank {rank} does not answer"
-    age = time.time() - beat["time"]
+def _describe_silent(rank: int, last: dict[str, Any] | None) -> str:
+    if last is None:
+        return f"rank {rank} has sent no heartbeat"
+    age = time.time() - last["time"]
     return (
-        f"rank {rank} on {beat['host']} has not been heard of for {age:.0f} s: it was last in step {beat['step']} "
-        f"({beat['doing']})"
+        f"rank {rank} on {last['host']} has sent no heartbeat for {age:.0f} s: it was last in step {last['step']} "
+        f"({last['operation']})"
     )
 
 
 def _dump_stacks(config: TrainingConfig, world: World, own: dict[str, Any]) -> None:
-    """Leave the stack traces of this process's threads in the run folder."""
+    """Write the stack traces of this process's threads to the run folder."""
     environment = world.environment
     name = f"stacks_{environment.job_id or 'none'}_{environment.restart_count}_{world.rank}.txt"
     with suppress(OSError):
@@ -171,3 +182,114 @@ def _dump_stacks(config: TrainingConfig, world: World, own: dict[str, Any]) -> N
             file.write(json.dumps(own) + "\n")
             file.flush()
             faulthandler.dump_traceback(file)
+
+
+# Heartbeats in files
+
+
+class HeartbeatFile:
+    """Writes `content()` (JSON) to a file now and every `seconds`, until `close` removes it; what fails is no error.
+
+    The file's folder is made once, in one that exists: a mount that vanishes must not come back as an empty folder.
+    """
+
+    def __init__(self, path: Path, content: Callable[[], dict[str, Any]], seconds: float) -> None:
+        self._path, self._content, self._seconds = path, content, seconds
+        self._stop = threading.Event()
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+        self._write()
+        self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop writing, and remove the file: what stays behind is of a process that was killed."""
+        self._stop.set()
+        self._thread.join(1.0)
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    def _work(self) -> None:
+        while not self._stop.wait(self._seconds):
+            self._write()
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            temporary = self._path.with_name(f".{self._path.name}.tmp")
+            temporary.write_text(json.dumps(self._content()))  # not flushed to disk: it is worthless after a crash
+            os.replace(temporary, self._path)
+
+
+class FolderOwner:
+    """A folder's lock where the file system has none: owner.json, with a heartbeat every few seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "owner.json"
+        self._heartbeat: HeartbeatFile | None = None
+
+    def claim(self) -> str:
+        """Own the folder; "" where that worked, else who does. A stale owner is replaced, with a note.
+
+        Raises OSError where the folder cannot be written.
+        """
+        aside = self._path.with_name(f".owner_{os.getpid()}_{socket.gethostname()}")
+        while True:
+            try:
+                with self._path.open("x") as file:  # atomic, also on file systems without locks
+                    file.write(json.dumps(_this_process()))
+                self._heartbeat = HeartbeatFile(self._path, _this_process, _OWNER_SECONDS)
+                return ""
+            except FileExistsError:
+                found = self._read()
+                if holder := _live_owner(found):
+                    return holder
+                with suppress(FileNotFoundError):  # somebody else was faster, and will own it
+                    os.rename(self._path, aside)
+                    aside.unlink()
+                    print(f"note: {self._path} is of {_describe(found)}: taken over", flush=True)
+
+    def release(self) -> None:
+        """Give the folder back, where it is owned."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
+
+    def _read(self) -> dict[str, Any]:
+        """What owner.json says; one that is gone, or damaged, or being written, says when."""
+        try:
+            return json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            with suppress(OSError):
+                return {"time": self._path.stat().st_mtime}
+            return {"time": 0.0}
+
+
+def _this_process() -> dict[str, Any]:
+    """This process. pids: in which namespace its number counts; containers have their own."""
+    pids = None
+    with suppress(OSError):
+        pids = os.readlink("/proc/self/ns/pid")
+    job = os.environ.get("SLURM_JOB_ID")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "pids": pids, "job": job, "time": time.time()}
+
+
+def _describe(found: dict[str, Any]) -> str:
+    if "pid" not in found:
+        return "an unknown process"
+    job = f" of job {found['job']}" if found["job"] else ""
+    age = time_text(time.time() - found["time"])
+    return f"process {found['pid']} on {found['host']}{job}, last heartbeat {age} ago"
+
+
+def _live_owner(found: dict[str, Any]) -> str:
+    """Describes an owner that lives; "" where it does not."""
+    if time.time() - found["time"] > STALE_SECONDS:
+        return ""
+    own = _this_process()
+    if "pid" in found and found["pids"] is not None and all(found[key] == own[key] for key in ("host", "pids")):
+        with suppress(PermissionError):  # it lives, and is another user's
+            try:
+                os.kill(found["pid"], 0)
+            except ProcessLookupError:
+                return ""
+    return _describe(found)

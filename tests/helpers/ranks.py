@@ -152,11 +152,11 @@ def stopped(rank: int) -> Iterator[None]:
 
 
 def main() -> None:
-    from training import reporting
+    from training import errors
     from training.distributed import start_world
     from training.loop import main as train
 
-    rank, reporting._LAUNCHER_SECONDS = int(os.environ["RANK"]), 0.0  # there is no launcher
+    rank, errors._LAUNCHER_SECONDS = int(os.environ["RANK"]), 0.0  # there is no launcher
     for told in json.loads(sys.argv[1]):
         run, text = Run(**told), io.StringIO()
         arguments = [*run.arguments, *(run.rank_1 if rank == 1 else ())]

@@ -1,0 +1,213 @@
+"""Checks that all ranks agree: on the run at its start, and on weights, average and moments from time to time.
+
+Ranks that differ in a flag, file, version or switch train something that nobody asked for, or hang in a collective; so
+these are compared first, 32 bytes a rank, and in detail only where they differ. Later every rank takes the same
+reduced gradients into the same state: only a fault of a device, of memory or of the network makes ranks differ, and
+nothing else would show it, since losses are reduced over ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ops.reference import VARIABLE, reference_parts
+from training.config import ConfigError
+from training.distributed import World
+from training.errors import HardwareError
+from training.optimizers import named_state
+from training.setup import Inputs, git_commit, versions
+from training.wording import ranks_text
+
+if TYPE_CHECKING:
+    from training.step import TrainState
+
+_PARTS = ("weights", "average", "moments")
+_ROOT = Path(__file__).resolve().parent.parent
+# What a training run imports.
+_CODE = ("train_*.py", "model*.py", "data/*.py", "ops/*.py", "ops/cuda/*", "training/*.py", "evaluation/*.py")
+# Flags and variables that are paths, which may differ from host to host: what is read there is compared instead.
+# Only rank 0 looks for a checkpoint and writes the run folder, and all ranks start from its weights.
+_PATHS = {
+    "train_path",
+    "valid_path",
+    "config_file",
+    "tokenizer_path",
+    "evaluate_data",
+    "initial_weights",
+    "output_dir",
+    "spare_checkpoint_dir",
+    "resume",
+    "checkpoint_filename",
+    "HYBRID_KERNEL_CACHE",
+}
+
+
+def check_same_run(inputs: Inputs, world: World) -> None:
+    """Raises ConfigError on all ranks, with the first difference, unless all ranks are about to train the same run."""
+    if world.size == 1:
+        return
+    flags = {f"--{name}": value for name, value in inputs.config.to_dict().items() if name not in _PATHS}
+    settings = {
+        **flags,
+        "the data of --train_path": inputs.data_identity[:12],
+        "the data of --valid_path": inputs.held_out_identity[:12] or None,
+        "the data of --evaluate_data": inputs.pairs and _digest(repr(inputs.pairs.sets).encode()),
+        "the file of --tokenizer_path": _digest(inputs.tokenizer_text.encode()),
+        **{f"{key} in --config_file": value for key, value in inputs.model_config.to_dict().items()},
+        "the code": _code(),
+        **{f"the version of {name}": version for name, version in versions().items()},
+        **_switches(),
+    }
+    remedy = "start all ranks with the same flags, files, code, packages and HYBRID_ variables"
+    require_same(settings, world, remedy, {"the code": lambda digest: f"{digest} (commit {git_commit() or 'unknown'})"})
+
+
+def _switches() -> dict[str, str]:
+    """HYBRID_ variables that change what runs; the parts of HYBRID_REFERENCE in one order, however they are given."""
+    names = {name for name in os.environ if name.startswith("HYBRID_")} - _PATHS - {VARIABLE}
+    parts = {VARIABLE: ",".join(reference_parts())} if reference_parts() else {}
+    return {**{name: os.environ[name] for name in sorted(names)}, **parts}
+
+
+def check_same_model(model: nn.Module, world: World) -> None:
+    """Raises ConfigError on all ranks unless all have tensors of the same names and shapes."""
+    shapes = {f"the shape of {name}": list(tensor.shape) for name, tensor in model.state_dict().items()}
+    require_same(shapes, world, "--config_file and the code must be the same on all hosts")
+
+
+def require_same(
+    values: Mapping[str, Any],
+    world: World,
+    remedy: str,
+    explain: Mapping[str, Callable[[Any], str]] | None = None,
+) -> None:
+    """Raises ConfigError on all ranks where one has other `values` (for JSON, by name) than rank 0.
+
+    The message names the ranks and the first difference with both values. explain: functions that describe a value,
+    called where ranks differ.
+    """
+    if world.size == 1:
+        return
+    digest = torch.tensor(list(hashlib.sha256(json.dumps(values).encode()).digest()))
+    digests = world.all_gather(digest, "digests of flags, data and code")
+    if bool((digests == digests[0]).all()):
+        return
+    described = {name: (explain or {}).get(name, _describe)(value) for name, value in values.items()}
+    everyone = world.all_gather_objects((socket.gethostname(), described), "flags, data and code")
+    first_host, first = everyone[0]
+    names = list(dict.fromkeys(name for _, found in everyone for name in found))
+    different = [name for name in names if any(found.get(name) != first.get(name) for _, found in everyone)]
+    name = different[0]
+    host, value = next((host, found.get(name)) for host, found in everyone if found.get(name) != first.get(name))
+    ranks = [rank for rank, (_, found) in enumerate(everyone) if found.get(name) == value]
+    others = f" (different, too: {', '.join(different[1:6])}{', ...' * (len(different) > 6)})" * (len(different) > 1)
+    raise ConfigError(
+        f"ranks differ: {name} is {first.get(name, 'not set')} on rank 0 ({first_host}) but {value or 'not set'} on "
+        f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)} ({host}){others}; {remedy}"
+    )
+
+
+def _describe(value: Any) -> str:
+    """A value in a sentence."""
+    return "none" if value is None else repr(value)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def _code() -> str:
+    """A hash of the sources: unlike the commit it needs no git, and tells apart what was edited since."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in _CODE for path in _ROOT.glob(pattern)):
+        digest.update(path.relative_to(_ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+# State of all ranks
+
+
+class DivergenceError(HardwareError):
+    """Ranks no longer hold the same state; the message names them and what differs."""
+
+    hint = "resume from it without that host or GPU (sbatch --exclude=HOST)"
+
+
+@dataclass(frozen=True)
+class RankCheck:
+    """A comparison of checksums that is under way on the device.
+
+    names: of all tensors, by part. own: int64 [tensors], this rank's checksums. digests: int64 [ranks, parts] on the
+    host, in memory that the device fills.
+    """
+
+    step: int
+    names: dict[str, list[str]]
+    own: Tensor
+    digests: Tensor
+
+    def verify(self, world: World) -> None:
+        """Raises DivergenceError on all ranks where they differ; to be called once `digests` have arrived."""
+        if bool((self.digests == self.digests[0]).all()):
+            return
+        parts = [part for part, column in zip(_PARTS, self.digests.t(), strict=True) if len(column.unique()) > 1]
+        odd = _minority([tuple(row) for row in self.digests.tolist()])
+        everyone = world.all_gather_objects((socket.gethostname(), self.own.tolist()), "state checksums")
+        names = [name for part in _PARTS for name in self.names[part]]
+        first = next(
+            name for name, *sums in zip(names, *(sums for _, sums in everyone), strict=True) if len(set(sums)) > 1
+        )
+        odd_hosts = list(dict.fromkeys(everyone[rank][0] for rank in odd or range(world.size)))
+        hosts = ", ".join(odd_hosts)
+        what = f"{' and '.join(parts)}, first in {first}"
+        if odd:
+            who = f"rank{'s' * (len(odd) > 1)} {ranks_text(odd)} ({hosts}) and most others differ in {what}"
+        else:
+            who = f"ranks {ranks_text(range(world.size))} ({hosts}) differ in {what}, and there is no majority"
+        raise DivergenceError(
+            f"step {self.step}: {who}. All should hold the same bits: a device, its memory or the network is faulty",
+            host=odd_hosts[0] if odd and len(odd_hosts) == 1 else "",
+        )
+
+
+def begin_check(state: TrainState, world: World) -> RankCheck | None:
+    """Queue a comparison of all ranks' state; None for one rank. Nothing waits for the device."""
+    if world.size == 1:
+        return None
+    tensors = {
+        "weights": dict(state.model.named_parameters()),
+        "average": state.ema.state_dict(),
+        "moments": named_state(state.optimizer, state.model),
+    }
+    own = state.bit_sums([tensor for part in _PARTS for tensor in tensors[part].values()])
+    order = torch.arange(1, 2 * len(own), 2, device=own.device)  # odd: no flipped bit is lost, nor tensors that swap
+    counts = [len(tensors[part]) for part in _PARTS]
+    digests = torch.stack([part.sum() for part in (own * order).split(counts)])
+    digests = world.all_gather(digests, "state checksums").to("cpu", non_blocking=True)
+    return RankCheck(state.step, {part: list(tensors[part]) for part in _PARTS}, own, digests)
+
+
+def check_ranks(state: TrainState, world: World) -> None:
+    """The same at once. Raises DivergenceError on all ranks where they differ."""
+    if (check := begin_check(state, world)) is not None:
+        if world.device.type == "cuda":
+            with world.waiting("all_gather of state checksums"):
+                torch.cuda.current_stream(world.device).synchronize()
+        check.verify(world)
+
+
+def _minority(values: list[tuple[int, ...]]) -> list[int]:
+    """The ranks whose value is not that of more than half of them; none where no value is."""
+    value, count = Counter(values).most_common(1)[0]
+    return [rank for rank, other in enumerate(values) if other != value] if 2 * count > len(values) else []
