@@ -21,8 +21,8 @@ from training import kernel_report
 from training.config import TrainingConfig
 from training.distributed import World
 from training.environment import Environment
-from training.preemption import job_facts
 from training.setup import git_commit, versions
+from training.slurm_queue import query_job
 from training.wording import count, ranks_text, size_text, time_text
 
 # Beyond these a row is WARN. Speeds are in bytes a second, times in seconds.
@@ -56,8 +56,8 @@ def seconds_left(environment: Environment) -> float | None:
     """Until the job's end; None where that is not known."""
     if environment.end_time is not None:
         return max(0.0, environment.end_time - time.time())
-    facts = job_facts(environment.job_id) if environment.job_id else None
-    return facts.seconds_left if facts else None
+    job = query_job(environment.job_id) if environment.job_id else None
+    return job.seconds_left if job else None
 
 
 def measure_place(environment: Environment, device: torch.device) -> dict[str, Any]:

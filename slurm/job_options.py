@@ -1,9 +1,8 @@
-"""What a training job asks of SLURM, as submitit takes it, and the surroundings that it starts in."""
+"""Job options: the resources of a job, submitit's parameters, its batch script and its environment."""
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -14,15 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from slurm.snapshot import SITE_FILE
+from training.slurm_queue import parse_time
 
-_OURS = (
-    "array",
-    "output",
-    "error",
-    "open_mode",
-    "job_name",
-    "time",
-)  # given by other flags, or the rest relies on them
+# Options of sbatch that other flags give, or that the rest relies on
+_OURS = ("array", "output", "error", "open_mode", "job_name", "time")
 # Until python has its handlers, the signal that asks to save and requeue would kill a rank that has nothing to save.
 PYTHON = f"""/bin/sh -c 'trap "" USR2; exec "$@"' sh {shlex.quote(sys.executable)}"""
 
@@ -32,30 +26,18 @@ class LaunchError(RuntimeError):
 
 
 def parse_minutes(text: str) -> int:
-    """Whole minutes, rounded up, of a time limit as sbatch takes it; 0 for UNLIMITED. Raises LaunchError.
-
-    SLURM's forms: minutes, M:S, H:M:S, D-H, D-H:M and D-H:M:S. So 4:00 is four minutes, and 4:00:00 four hours.
-    """
+    """Whole minutes, rounded up, of a time limit as sbatch takes it; 0 for UNLIMITED. Raises LaunchError."""
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return 0
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
-    if not match:
+    seconds = parse_time(text)
+    if seconds is None:
         raise LaunchError(f"--time {text!r} is none of SLURM's forms: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S")
-    days, *rest = match.groups()
-    numbers = [int(part) for part in rest if part is not None]
-    if days is not None:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-    elif len(numbers) == 3:
-        hours, minutes, seconds = numbers
-    else:
-        hours, minutes, seconds = 0, numbers[0], numbers[1] if len(numbers) == 2 else 0
-    total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-    return -(-total // 60)
+    return -(-seconds // 60)
 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What the job asks SLURM for; fields are the flags of the same name (see --help)."""
+    """The resources that a job requests; fields are the flags of the same name (see --help)."""
 
     nodes: int = 1
     gpus_per_node: int = 0

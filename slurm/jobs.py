@@ -1,11 +1,10 @@
-"""Submitted jobs: what each of their tasks runs, how that stands, and following them to their end."""
+"""Submitted jobs: their tasks, the state of each, and following them to their end."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from slurm.job_options import LaunchError
-from slurm.job_states import LIVE, RunFacts, SlurmUnreachable, judge, read_queue
+from slurm.job_states import LIVE, RunOutcome, resolve_state
 from slurm.sweep import format_table
+from training.slurm_queue import SlurmUnreachable, find_log, read_queue
 
 RECORD = "job.json"
-_LONGEST_PAUSE = 15.0  # seconds between questions; a controller serves thousands of jobs
+_LONGEST_PAUSE = 15.0  # seconds between queries; a controller serves thousands of jobs
 _TAIL = 65536
 _MOST_LOGS = 10
 
@@ -62,15 +62,15 @@ def _values(task: Task, flags: Sequence[str]) -> list[str]:
     return [task.values[flag] or "none" for flag in flags]
 
 
-def plan_table(tasks: Sequence[Task]) -> str:
-    """What each task of a job runs."""
+def tasks_table(tasks: Sequence[Task]) -> str:
+    """The table of a job's tasks."""
     flags = _swept(tasks)
     rows = [[task.index, task.name, *_values(task, flags)] for task in tasks]
     return format_table(["task", "run", *flags], rows)
 
 
 def reports_table(reports: Sequence[TaskReport]) -> str:
-    """How each task of a job stands."""
+    """The table of a job's tasks with the state of each."""
     flags = _swept([report.task for report in reports])
     rows = []
     for report in reports:
@@ -100,7 +100,7 @@ def last_step(run_folder: Path) -> int | None:
     return None
 
 
-def _outcome(path: Path) -> tuple[bool, str]:
+def _read_result(path: Path) -> tuple[bool, str]:
     """Whether a rank's call by submitit succeeded, and otherwise the last line of its traceback."""
     try:
         outcome, result = pickle.loads(path.read_bytes())  # submitit's own file, in our own folder
@@ -121,10 +121,10 @@ class Job:
     folder: Path
     job_id: str
     tasks: list[Task] = field(repr=False)
-    read_run: Callable[[Task], RunFacts] = field(repr=False)
+    read_run: Callable[[Task], RunOutcome] = field(repr=False)
 
     @staticmethod
-    def load(folder: Path, read_run: Callable[[Task], RunFacts]) -> Job:
+    def load(folder: Path, read_run: Callable[[Task], RunOutcome]) -> Job:
         """The job of a job folder. Raises LaunchError."""
         try:
             record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
@@ -132,9 +132,9 @@ class Job:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise LaunchError(f"{folder} is no job folder of slurm/launch.py ({error})") from error
 
-    def save(self, **facts: Any) -> None:
+    def save(self, **details: Any) -> None:
         """Write job.json."""
-        record = {"job_id": self.job_id, **facts, "tasks": [asdict(task) for task in self.tasks]}
+        record = {"job_id": self.job_id, **details, "tasks": [asdict(task) for task in self.tasks]}
         partial = self.folder / (RECORD + ".partial")
         partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
         partial.replace(self.folder / RECORD)
@@ -151,17 +151,17 @@ class Job:
             queue, problem = {}, str(error)
         found = []
         for task in self.tasks:
-            run = self._evidence(task)
-            state, reason = judge(queue.get(task.job_id), run)
+            run = self._outcome_of(task)
+            state, reason = resolve_state(queue.get(task.job_id), run)
             if problem and state == "lost":  # nobody knows: SLURM could not be asked
-                state, reason = "unknown", f"{problem}; the run's own last word: {run.state or 'none'}"
+                state, reason = "unknown", f"{problem}; the run's own status: {run.state or 'none'}"
             step = None if run.state is None else last_step(Path(task.run_folder))
             found.append(TaskReport(task, state, step, reason))
         return found
 
-    def _evidence(self, task: Task) -> RunFacts:
+    def _outcome_of(self, task: Task) -> RunOutcome:
         run = self.read_run(task)
-        outcomes = [_outcome(path) for path in sorted(self.folder.glob(f"{task.job_id}_*_result.pkl"))]
+        outcomes = [_read_result(path) for path in sorted(self.folder.glob(f"{task.job_id}_*_result.pkl"))]
         errors = [error for success, error in outcomes if not success]
         return replace(run, error=run.error or "".join(errors[:1]), done=bool(outcomes) and not errors)
 
@@ -181,26 +181,21 @@ class Job:
             time.sleep(seconds)
 
 
-def find_job(wish: str, place: Path, read_run: Callable[[Task], RunFacts]) -> Job:
-    """The job of a job folder or a job id, among the folders in `place` where SLURM has forgotten it.
+def find_job(job: str, folders: Path, read_run: Callable[[Task], RunOutcome]) -> Job:
+    """The job of a job folder or a job id, among those in `folders` where SLURM has forgotten it.
 
     Raises LaunchError.
     """
-    if (Path(wish) / RECORD).is_file():
-        return Job.load(Path(wish), read_run)
-    number = wish.split("_")[0]
+    if (Path(job) / RECORD).is_file():
+        return Job.load(Path(job), read_run)
+    number = job.split("_")[0]
     if not number.isdigit():
-        raise LaunchError(f"--status {wish!r} is neither a job folder (with {RECORD}) nor a job id")
-    try:
-        shown = subprocess.run(["scontrol", "show", "job", number], capture_output=True, text=True, timeout=60).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        shown = ""
-    logs = [line.strip().partition("=")[2] for line in shown.splitlines() if line.strip().startswith("StdOut=")]
-    for folder in [*(Path(log).parent for log in logs[:1]), *(path.parent for path in place.glob(f"*/{RECORD}"))]:
-        if (folder / RECORD).is_file() and (job := Job.load(folder, read_run)).job_id == number:
-            return job
+        raise LaunchError(f"--status {job!r} is neither a job folder (with {RECORD}) nor a job id")
+    for record in [Path(find_log(number)).parent / RECORD, *folders.glob(f"*/{RECORD}")]:
+        if record.is_file() and (found := Job.load(record.parent, read_run)).job_id == number:
+            return found
     raise LaunchError(
-        f"--status {wish}: SLURM does not know the job any more and no folder in {place} has that id; give the job's "
+        f"--status {job}: SLURM does not know the job any more and no folder in {folders} has that id; give the job's "
         "folder, or --log_folder"
     )
 
@@ -210,42 +205,42 @@ def follow(job: Job) -> int:
     single = job.tasks[0] if len(job.tasks) == 1 else None
     shown: dict[int, str] = {}
     reports: list[TaskReport] = []
-    began, next_question, place = time.monotonic(), 0.0, 0
+    began, next_query, position = time.monotonic(), 0.0, 0
     try:
         while not reports or not all(report.over for report in reports):
-            if time.monotonic() >= next_question:
+            if time.monotonic() >= next_query:
                 reports = job.reports()
                 pause = min(_LONGEST_PAUSE, max(1.0, (time.monotonic() - began) / 20))
-                next_question = time.monotonic() + pause
+                next_query = time.monotonic() + pause
             for report in reports:
                 line = f"{report.state}{f' ({report.reason})' if report.reason else ''}"
                 if shown.get(report.task.index) != line:
                     shown[report.task.index] = line
                     print(f"[{report.task.job_id}] {report.task.name}: {line}", flush=True)
             if single is not None:
-                place = _print_new(job.log(single), place)
+                position = _print_new(job.log(single), position)
             time.sleep(0.3)
     except KeyboardInterrupt:
         print(
-            f"\nno longer following; the job goes on.\nfollow it again: python slurm/launch.py --status {job.folder} "
+            f"\nno longer following; the job continues.\nfollow it again: python slurm/launch.py --status {job.folder} "
             f"--follow\nstop it: scancel {job.job_id}",
             flush=True,
         )
         return 130
     if single is not None:
-        _print_new(job.log(single), place)
+        _print_new(job.log(single), position)
     print(f"\n{job.table(reports)}", flush=True)
     return exit_code(reports)
 
 
-def _print_new(log: Path, place: int) -> int:
-    """Print what a file holds beyond `place`; returns its end."""
+def _print_new(log: Path, position: int) -> int:
+    """Print what a file holds beyond `position`; returns its end."""
     try:
         with log.open("rb") as file:
-            file.seek(place)
+            file.seek(position)
             new = file.read()
     except OSError:
-        return place
+        return position
     sys.stdout.write(new.decode("utf-8", errors="replace"))
     sys.stdout.flush()
-    return place + len(new)
+    return position + len(new)

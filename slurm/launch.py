@@ -37,8 +37,8 @@ from slurm.job_options import (
     new_folder,
     submitit_parameters,
 )
-from slurm.job_states import RunFacts
-from slurm.jobs import Job, Task, TaskReport, exit_code, find_job, follow, last_step, plan_table, reports_table
+from slurm.job_states import RunOutcome
+from slurm.jobs import Job, Task, TaskReport, exit_code, find_job, follow, last_step, reports_table, tasks_table
 from slurm.snapshot import SITE_FILE, SnapshotError, take_snapshot
 from slurm.sweep import Axis, SweepError, make_axis, parse_axis
 from slurm.tasks import DESCRIPTION, base_name, is_list, missing_files, plan_tasks
@@ -109,13 +109,13 @@ def _failure(run_folder: Path, job_id: str | None, restart: int = 0, since: floa
     return f"rank {failure.rank} on {failure.host}: {failure.error}"
 
 
-def read_run(task: Task) -> RunFacts:
+def read_run(task: Task) -> RunOutcome:
     """What the run folder of a submitted task says about it; files of other jobs that ran there do not count."""
     folder = Path(task.run_folder)
     status = read_status(folder)
     if status is None or status.job_id != task.job_id:
-        return RunFacts(error=_failure(folder, task.job_id))
-    return RunFacts(status.state, status.reason, _failure(folder, task.job_id, status.restart_count))
+        return RunOutcome(error=_failure(folder, task.job_id))
+    return RunOutcome(status.state, status.reason, _failure(folder, task.job_id, status.restart_count))
 
 
 # Submitting
@@ -155,7 +155,7 @@ def _submit(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis])
 
     tasks = plan_tasks(arguments, axes, Path.cwd())
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
-        raise LaunchError("there is no sbatch here: run this on a login node of the cluster, or give --local")
+        raise LaunchError("sbatch is not installed on this host: use a login node of the cluster, or --local")
     place, name = _place(options, tasks), base_name(tasks, axes)
     folder = new_folder(place, name)
     try:
@@ -217,7 +217,7 @@ def _describe(job: Job, options: JobOptions) -> str:
     log = job.folder / f"{job.job_id}_TASK_RANK_log.out" if array else job.log(job.tasks[0])
     return "\n".join(
         [
-            f"submitted job {job.job_id}: {what}\n\n{plan_table(job.tasks)}\n",
+            f"submitted job {job.job_id}: {what}\n\n{tasks_table(job.tasks)}\n",
             f"runs    {Path(job.tasks[0].run_folder).parent}",
             f"code    {code}",
             f"log     {log}",
@@ -244,7 +244,7 @@ def _dry_run(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis]
     print("# what each rank then does, in that process:")
     for task in tasks:
         print(shlex.join(["train_multi_gpu.py", *task.arguments]))
-    print(f"\n{plan_table(tasks)}\n")
+    print(f"\n{tasks_table(tasks)}\n")
     print("\n".join([*missing_files(tasks), "nothing was submitted (--dry_run)"]))
     return 0
 
@@ -259,7 +259,7 @@ def _run_locally(arguments: Sequence[str], options: JobOptions, axes: Sequence[A
     tasks = plan_tasks(arguments, axes, Path.cwd())
     if dry_run:
         commands = "\n".join(shlex.join(_local_command(task, options)) for task in tasks)
-        print(f"{commands}\n\n{plan_table(tasks)}\n\nnothing was run (--dry_run)")
+        print(f"{commands}\n\n{tasks_table(tasks)}\n\nnothing was run (--dry_run)")
         return 0
     reports: list[TaskReport] = []
     interrupted = False

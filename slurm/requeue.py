@@ -24,7 +24,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from training import preemption
+from training import slurm_queue
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.environment import Environment, read_environment
 from training.errors import BUG, DONE, HARDWARE, KINDS, kind_of_code
@@ -92,15 +92,17 @@ def _requeue(
     nodes, words = [], ""
     if host and hosts_at_fault(config.run_folder, environment.job_id, environment.restart_count) == {host}:
         blamed = hosts_at_fault(config.run_folder, environment.job_id) - {host}
-        nodes, words = preemption.plan_exclusion(environment.job_id, host, blamed)
-    outcome, answer = preemption.requeue(environment.job_id, environment.restart_count)
-    if outcome == preemption.REQUEUED:
+        nodes, words = slurm_queue.plan_exclusion(environment.job_id, host, blamed)
+    outcome, answer = slurm_queue.requeue(environment.job_id, environment.restart_count)
+    if outcome == slurm_queue.REQUEUED:
         write_status(config.run_folder, environment, REQUEUED, cause, step, config.max_steps)
-        if nodes and (refusal := preemption.exclude(environment.job_id, nodes)):  # a running job cannot be changed
+        if nodes and (
+            refusal := slurm_queue.exclude_nodes(environment.job_id, nodes)
+        ):  # a running job cannot be changed
             nodes, words = [], f"{host} is not excluded: {refusal}"
         words = f"{' ' if nodes else '; '}{words}" if words else ""
         return DONE, f"{cause}{'; ' if cause else ''}SLURM starts job {environment.job_id} again{words}"
-    reason = "it was cancelled" if outcome == preemption.CANCELLED else answer or outcome
+    reason = "it was cancelled" if outcome == slurm_queue.CANCELLED else answer or outcome
     return _fail(config, environment, status, exit_code, f"{cause}; job {environment.job_id} is not requeued: {reason}")
 
 

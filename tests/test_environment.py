@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.tiny_runs import ROOT
 
-from training import preemption
+from training import preemption, slurm_queue
 from training.config import TrainingConfig
 from training.environment import (
     EnvironmentProblem,
@@ -21,7 +21,8 @@ from training.environment import (
     read_environment,
     tasks_per_node,
 )
-from training.preemption import StopSignals, TimeLimit, parse_duration
+from training.preemption import StopSignals, TimeLimit
+from training.slurm_queue import parse_time
 from training.stopping import RestartRefused, StopConditions, excuse_attempt, register_attempt
 
 SLURM = {
@@ -189,27 +190,29 @@ def fake_slurm(tmp_path, monkeypatch):
     return install
 
 
-def test_durations():
-    assert parse_duration("1-02:03:04") == ((24 + 2) * 60 + 3) * 60 + 4
-    assert parse_duration("2:03") == 123
-    assert parse_duration("UNLIMITED") is None
-    assert parse_duration("INVALID") is None
+def test_time_limits_as_squeue_prints_them():
+    assert parse_time("1-02:03:04") == ((24 + 2) * 60 + 3) * 60 + 4
+    assert parse_time("2:03") == 123
+    assert parse_time("0:00") == 0
+    assert parse_time("UNLIMITED") is None
+    assert parse_time("INVALID") is None
 
 
 @pytest.mark.parametrize(
     ("squeue", "asked", "outcome"),
     [
-        ("RUNNING 1:00 0", True, preemption.REQUEUED),
-        ("COMPLETING INVALID 0", True, preemption.REQUEUED),  # out of time: its processes are being ended
-        ("COMPLETING 2:56 0", False, preemption.CANCELLED),  # scancel; a requeue would bring it back
-        ("CANCELLED 2:56 0", False, preemption.CANCELLED),
-        ("COMPLETING 3:00 1", False, preemption.REQUEUED),  # SLURM does it already
-        ("PENDING 3:00 0", False, preemption.REQUEUED),
+        ("RUNNING 1:00 0", True, slurm_queue.REQUEUED),
+        ("COMPLETING INVALID 0", True, slurm_queue.REQUEUED),  # out of time: its processes are being ended
+        ("COMPLETING 2:56 0", False, slurm_queue.CANCELLED),  # scancel; a requeue would bring it back
+        ("CANCELLED 2:56 0", False, slurm_queue.CANCELLED),
+        ("COMPLETING 3:00 1", False, slurm_queue.REQUEUED),  # SLURM does it already
+        ("PENDING 3:00 0", False, slurm_queue.REQUEUED),
+        ("RESV_DEL_HOLD 3:00 0", False, slurm_queue.REQUEUED),  # held: its reservation is gone
     ],
 )
 def test_who_is_requeued(fake_slurm, squeue, asked, outcome):
     calls = fake_slurm(squeue)
-    assert preemption.requeue("12_3", 0) == (outcome, "")
+    assert slurm_queue.requeue("12_3", 0) == (outcome, "")
     assert calls.exists() == asked
     if asked:
         assert calls.read_text() == "requeue 12_3\n"
@@ -217,11 +220,11 @@ def test_who_is_requeued(fake_slurm, squeue, asked, outcome):
 
 def test_a_requeue_that_is_refused(fake_slurm, monkeypatch):
     fake_slurm("RUNNING 1:00 0", 1, "Requested operation is presently disabled for job 5")
-    assert preemption.requeue("5", 0) == (preemption.REFUSED, "Requested operation is presently disabled for job 5")
+    assert slurm_queue.requeue("5", 0) == (slurm_queue.REFUSED, "Requested operation is presently disabled for job 5")
     fake_slurm("RUNNING 1:00 0", 1, "Job is pending execution for job 5")
-    assert preemption.requeue("5", 0)[0] == preemption.REQUEUED
+    assert slurm_queue.requeue("5", 0)[0] == slurm_queue.REQUEUED
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert preemption.requeue("5", 0) == (preemption.NO_COMMAND, "")
+    assert slurm_queue.requeue("5", 0) == (slurm_queue.NO_COMMAND, "")
 
 
 def test_time_limit(fake_slurm, monkeypatch):
@@ -232,8 +235,8 @@ def test_time_limit(fake_slurm, monkeypatch):
     assert not limit.reached(50)
     assert limit.reached(61)
     fake_slurm("RUNNING 1:00:00 0")  # extended meanwhile
-    monkeypatch.setattr(preemption, "_ASK_AGAIN_SECONDS", 0.0)
-    limit._next_question = 0.0
+    monkeypatch.setattr(preemption, "_QUERY_SECONDS", 0.0)
+    limit._next_query = 0.0
     assert not limit.reached(61)
     fake_slurm("RUNNING UNLIMITED 0")
     assert TimeLimit(environment).seconds_left is None
@@ -262,7 +265,7 @@ def test_ctrl_c_is_answered_at_once_and_the_third_ends():
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=kept)
     try:
         assert process.stdout.readline() == "ready\n"
-        for words in ("SIGINT: the run finishes this step", "still on its way to save", "ended by the third Ctrl-C"):
+        for words in ("SIGINT: the run finishes this step", "the run is about to save", "ended by the third Ctrl-C"):
             process.send_signal(signal.SIGINT)
             assert process.stdout.readline() == "\n"
             assert process.stdout.readline().startswith(words)

@@ -14,7 +14,7 @@ from helpers.tiny_runs import ROOT, flags, make_inputs
 
 from data.shards import ShardError
 from slurm.requeue import finish
-from training import loop, preemption
+from training import loop, slurm_queue
 from training.checkpoint import CheckpointError, SaveError
 from training.config import ConfigError, TrainingConfig
 from training.distributed import CollectiveError, single_world
@@ -143,7 +143,7 @@ def test_an_error_is_told_before_what_takes_long(inputs, tmp_path, capsys, monke
 )
 def test_a_job_is_retried_by_the_kind_of_its_first_failure(tmp_path, monkeypatch, srun, failures, retried, code):
     """Whatever srun says, which depends on KillWait and on who ended whom."""
-    monkeypatch.setattr(preemption, "requeue", lambda *_: (preemption.REQUEUED, ""))
+    monkeypatch.setattr(slurm_queue, "requeue", lambda *_: (slurm_queue.REQUEUED, ""))
     config = TrainingConfig(train_path="-", config_file="-", tokenizer_path="-", name="run", output_dir=str(tmp_path))
     config.run_folder.mkdir()
     for rank, (kind, secondary, error) in enumerate(failures):
@@ -187,13 +187,13 @@ def test_a_restart_avoids_the_host_at_fault(tmp_path, monkeypatch, asks, hosts, 
     """asks: what squeue tells of the job (partition, nodes, required, excluded, reservation, features)."""
     told = []
 
-    def ask(*command: str) -> subprocess.CompletedProcess[str]:
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
         told.append(command)
         error = refusal if command[1] == "update" else ""
         output = {"squeue": asks, "sinfo": _NODES}.get(command[0], "")
         return subprocess.CompletedProcess(command, int(bool(error)), output, error)
 
-    monkeypatch.setattr(preemption, "_ask", ask)
+    monkeypatch.setattr(slurm_queue, "_run", run)
     config = TrainingConfig(train_path="-", config_file="-", tokenizer_path="-", name="run", output_dir=str(tmp_path))
     config.run_folder.mkdir()
     for restart, names in ((0, blamed), (1, hosts)):

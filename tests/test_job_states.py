@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from helpers.tiny_runs import ROOT
 
-from slurm.job_states import QueueEntry, RunFacts, SlurmUnreachable, judge, read_queue
+from slurm.job_states import RunOutcome, resolve_state
 from slurm.jobs import Job, Task, exit_code, last_step, reports_table
 from slurm.launch import main, read_run
 from training.environment import Environment
+from training.slurm_queue import QueueEntry, SlurmUnreachable, read_queue
 from training.status import record_failure, write_status
 
 
@@ -41,46 +42,46 @@ def test_a_silent_controller_is_no_ended_job(fake_slurm, tmp_path, monkeypatch):
     with pytest.raises(SlurmUnreachable, match="squeue: slurm_load_jobs error: Unable to contact"):
         read_queue("7")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SlurmUnreachable, match="there is no squeue here"):
+    with pytest.raises(SlurmUnreachable, match="squeue is not installed on this host"):
         read_queue("7")
 
 
 @pytest.mark.parametrize(
     ("entry", "run", "state", "reason"),
     [
-        (("PENDING", "Priority"), RunFacts(), "pending", "Priority"),
-        (("PENDING", "BeginTime"), RunFacts("requeued", "SIGUSR2"), "requeued", "SIGUSR2; BeginTime"),
-        (("RUNNING", ""), RunFacts(), "running", "starting"),
-        (("RUNNING", ""), RunFacts("running"), "running", ""),
-        (("RUNNING", ""), RunFacts("finished"), "running", ""),  # its other ranks may still be at work
-        (("COMPLETING", ""), RunFacts("running"), "running", ""),
-        (("COMPLETING", ""), RunFacts("requeued", "SIGTERM"), "requeued", "SIGTERM"),
-        (("COMPLETING", ""), RunFacts("failed", "nan", "rank 1: nan"), "failed", "rank 1: nan"),
-        (("COMPLETED", ""), RunFacts("finished"), "finished", ""),
-        (("COMPLETED", ""), RunFacts(done=True), "finished", ""),  # there was nothing to do
-        (("COMPLETED", ""), RunFacts("stopped", "SIGINT"), "stopped", "SIGINT"),
-        (("COMPLETED", ""), RunFacts("running"), "failed", "it ended with exit code"),
-        (("COMPLETED", ""), RunFacts("requeue_wanted", "SIGTERM"), "stopped", "submit it again"),
-        (("FAILED", "NonZeroExitCode", "7:0"), RunFacts(), "failed", "exit code 7:0"),
-        (("FAILED", "", "1:0"), RunFacts("running", error="rank 2 on n: boom"), "failed", "rank 2 on n: boom"),
-        (("CANCELLED", ""), RunFacts("running"), "cancelled", "scancel"),
-        (("CANCELLED", ""), RunFacts("failed", "a rank was killed by SIGTERM"), "cancelled", "scancel"),
-        (("CANCELLED", ""), RunFacts("stopped", "job 1 was cancelled"), "cancelled", "job 1 was cancelled"),
-        (("CANCELLED", ""), RunFacts("finished"), "finished", ""),
-        (("TIMEOUT", "TimeLimit"), RunFacts("running"), "timeout", "--signal_delay"),
-        (("NODE_FAIL", ""), RunFacts("failed", "x", "rank 1: lost touch"), "node_fail", "a node failed"),
-        (("OUT_OF_MEMORY", ""), RunFacts("running"), "out_of_memory", "--mem"),
-        (None, RunFacts("running"), "lost", "killed"),
-        (None, RunFacts(), "lost", "had not begun"),
-        (None, RunFacts("requeued", "SIGTERM"), "lost", "submit it again"),
-        (None, RunFacts("finished"), "finished", ""),
-        (None, RunFacts("failed", "nan"), "failed", "nan"),
-        (None, RunFacts(error="ImportError: torch"), "failed", "ImportError"),
-        (None, RunFacts(done=True), "finished", ""),
+        (("PENDING", "Priority"), RunOutcome(), "pending", "Priority"),
+        (("PENDING", "BeginTime"), RunOutcome("requeued", "SIGUSR2"), "requeued", "SIGUSR2; BeginTime"),
+        (("RUNNING", ""), RunOutcome(), "running", "starting"),
+        (("RUNNING", ""), RunOutcome("running"), "running", ""),
+        (("RUNNING", ""), RunOutcome("finished"), "running", ""),  # its other ranks may still be at work
+        (("COMPLETING", ""), RunOutcome("running"), "running", ""),
+        (("COMPLETING", ""), RunOutcome("requeued", "SIGTERM"), "requeued", "SIGTERM"),
+        (("COMPLETING", ""), RunOutcome("failed", "nan", "rank 1: nan"), "failed", "rank 1: nan"),
+        (("COMPLETED", ""), RunOutcome("finished"), "finished", ""),
+        (("COMPLETED", ""), RunOutcome(done=True), "finished", ""),  # there was nothing to do
+        (("COMPLETED", ""), RunOutcome("stopped", "SIGINT"), "stopped", "SIGINT"),
+        (("COMPLETED", ""), RunOutcome("running"), "failed", "it ended with exit code"),
+        (("COMPLETED", ""), RunOutcome("requeue_wanted", "SIGTERM"), "stopped", "submit it again"),
+        (("FAILED", "NonZeroExitCode", "7:0"), RunOutcome(), "failed", "exit code 7:0"),
+        (("FAILED", "", "1:0"), RunOutcome("running", error="rank 2 on n: boom"), "failed", "rank 2 on n: boom"),
+        (("CANCELLED", ""), RunOutcome("running"), "cancelled", "scancel"),
+        (("CANCELLED", ""), RunOutcome("failed", "a rank was killed by SIGTERM"), "cancelled", "scancel"),
+        (("CANCELLED", ""), RunOutcome("stopped", "job 1 was cancelled"), "cancelled", "job 1 was cancelled"),
+        (("CANCELLED", ""), RunOutcome("finished"), "finished", ""),
+        (("TIMEOUT", "TimeLimit"), RunOutcome("running"), "timeout", "--signal_delay"),
+        (("NODE_FAIL", ""), RunOutcome("failed", "x", "rank 1: lost touch"), "node_fail", "a node failed"),
+        (("OUT_OF_MEMORY", ""), RunOutcome("running"), "out_of_memory", "--mem"),
+        (None, RunOutcome("running"), "lost", "killed"),
+        (None, RunOutcome(), "lost", "had not begun"),
+        (None, RunOutcome("requeued", "SIGTERM"), "lost", "submit it again"),
+        (None, RunOutcome("finished"), "finished", ""),
+        (None, RunOutcome("failed", "nan"), "failed", "nan"),
+        (None, RunOutcome(error="ImportError: torch"), "failed", "ImportError"),
+        (None, RunOutcome(done=True), "finished", ""),
     ],
 )
 def test_judgement(entry, run, state, reason):
-    found = judge(QueueEntry(*entry) if entry else None, run)
+    found = resolve_state(QueueEntry(*entry) if entry else None, run)
     assert found[0] == state
     assert reason in found[1]
 
@@ -157,7 +158,7 @@ def test_ctrl_c_stops_following_and_not_the_job(fake_slurm, tmp_path):
         finally:
             process.kill()
     assert process.returncode == 130
-    assert "the job goes on" in rest
+    assert "the job continues" in rest
     assert "scancel 7" in rest
 
 

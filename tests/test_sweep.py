@@ -171,7 +171,7 @@ def test_without_submitit_or_slurm(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["--", *NEEDED]) == 2
-    assert "there is no sbatch here" in capsys.readouterr().err
+    assert "sbatch is not installed on this host" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "submitit", None)
     assert main(["--", *NEEDED]) == 2
     assert "pip install 'submitit>=1.5'" in capsys.readouterr().err
