@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from model_config import ModelConfig
 from model_config import ModelConfigError as ModelConfigError
-from ops.attention import RelativeAttentionMetadata, relative_attention, relative_layout
-from ops.attention_cuda import FusedAttentionMetadata, fused_layout, fused_relative_attention, wanted
+from ops.attention import AttentionMetadata, attend, choose_relative_metadata, query_dtype
 from ops.dropout import (
     DropoutKeys,
     DropoutStates,
@@ -29,15 +28,9 @@ from ops.dropout import (
     random_keys,
     token_keys,
 )
-from ops.gated_norm import fused_gated_norm, fused_gated_pair_norm, gated_norm
-from ops.gated_norm import wanted as fused_norm_wanted
-from ops.residual import ResidualStream
-from ops.residual_cuda import FusedResidualStream
-from ops.residual_cuda import wanted as fused_stream_wanted
-from ops.rope import RopeAttentionMetadata, VarlenSizes, rope_attention, rope_layout
-
-AttentionLayout = RelativeAttentionMetadata | FusedAttentionMetadata | RopeAttentionMetadata
-Stream = ResidualStream | FusedResidualStream
+from ops.gated_norm import REFERENCE, GatedNorm, choose_gated_norm
+from ops.residual import residual_stream
+from ops.rope import VarlenSizes, rope_metadata
 
 # Places where dropout is applied (`site` in ops/dropout.py): two of the whole model, then four of each layer.
 _EMBEDDING_SITE, _HEAD_SITE, _FIRST_LAYER_SITE = 0, 1, 2
@@ -85,48 +78,40 @@ class Attention(nn.Module):
         """Values, and what gates the context (before GELU) or None, each [B, T, D], from the normalised input."""
         return self.in_proj_v(x), None
 
-    def output(self, context: Tensor, gate: Tensor | None, fused: bool = False) -> Tensor:
+    def output(self, context: Tensor, gate: Tensor | None, gated_norm: GatedNorm = REFERENCE) -> Tensor:
         """Context [B, T, D] and gate, as `value_and_gate` returns it, -> the sublayer's output [B, T, D]."""
         shape, eps = (self.config.hidden_size,), self.config.layer_norm_eps
         if gate is None:
             return self.out_proj(F.layer_norm(context, shape, eps=eps))
-        return self.out_proj((fused_gated_norm if fused else gated_norm)(context, gate, eps, "none"))
+        return self.out_proj(gated_norm.separate(context, gate, eps, "none"))
 
     def forward(
         self,
         x: Tensor,
         positions: Tensor | None,
-        layout: AttentionLayout,
+        metadata: AttentionMetadata,
         states: DropoutStates | None,
-        fused: bool = False,
+        gated_norm: GatedNorm = REFERENCE,
     ) -> Tensor:
         """The output before dropout [B, T, D] for the normalised input x [B, T, D].
 
-        positions: the table [2b-1, D], or None with "rope". states: what dropout is keyed by; None drops nothing.
-        fused: use the kernels of ops/gated_norm.py.
+        positions: the table [2b-1, D], or None with "rope". metadata: of the batch, the same for all layers.
+        states: what dropout is keyed by; None drops nothing.
         """
         config, p = self.config, self.config.attention_probs_dropout_prob
         heads = (config.num_attention_heads, config.head_dim)
         query_key = self.in_proj_qk(x).unflatten(-1, (2, *heads))  # [B, T, 2, H, d]
         value, gate = self.value_and_gate(x)
         value = value.unflatten(-1, heads)
-        if isinstance(layout, RopeAttentionMetadata):
-            query, key = query_key.unbind(-3)
-            context = rope_attention(query, key, value, layout)
-        else:
-            assert positions is not None
-            keys = columns = None
+        keys = columns = query_key_pos = None
+        if positions is not None:
             if states is not None and p > 0:
-                keys = head_keys(states.tokens, self.first_site + _PROBABILITIES, heads[0])
+                keys = head_keys(states.tokens, self.first_site + _PROBABILITIES, heads[0])  # [B, H, T]
                 columns = states.columns
                 positions = dropout(positions, p, token_keys(states.table, self.first_site + _RELATIVE), columns)
             query_key_pos = self.in_proj_qk(positions).unflatten(-1, (2, *heads))  # [2b-1, 2, H, d]
-            if isinstance(layout, FusedAttentionMetadata):
-                context = fused_relative_attention(query_key, value, query_key_pos, layout, p, keys, columns)
-            else:
-                (query, key), (query_pos, key_pos) = query_key.unbind(-3), query_key_pos.unbind(-3)
-                context = relative_attention(query, key, value, query_pos, key_pos, layout, p, keys, columns)
-        return self.output(context.flatten(-2), gate, fused)
+        context = attend(query_key, value, query_key_pos, metadata, p, keys, columns)  # [B, T, H, d]
+        return self.output(context.flatten(-2), gate, gated_norm)
 
 
 class FeedForward(nn.Module):
@@ -143,13 +128,10 @@ class FeedForward(nn.Module):
         contract = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.mlp = nn.ModuleDict({"1": expand, "4": contract})
 
-    def forward(self, x: Tensor, fused: bool = False) -> Tensor:
-        """The output before dropout [B, T, D] for the normalised input x [B, T, D]; fused: use ops/gated_norm.py."""
-        pair, eps = self.mlp["1"](x), self.config.layer_norm_eps
-        if fused:
-            return self.mlp["4"](fused_gated_pair_norm(pair, eps, "tanh"))
-        linear, gate = pair.chunk(2, dim=-1)
-        return self.mlp["4"](gated_norm(linear, gate, eps, "tanh"))
+    def forward(self, x: Tensor, gated_norm: GatedNorm = REFERENCE) -> Tensor:
+        """The output before dropout [B, T, D] for the normalised input x [B, T, D]."""
+        pair = self.mlp["1"](x)  # [B, T, 2 F], value and gate side by side
+        return self.mlp["4"](gated_norm.paired(pair, self.config.layer_norm_eps, "tanh"))
 
 
 class Encoder(nn.Module):
@@ -168,26 +150,24 @@ class Encoder(nn.Module):
         self,
         x: Tensor,
         positions: Tensor | None,
-        layout: AttentionLayout,
+        metadata: AttentionMetadata,
         states: DropoutStates | None,
     ) -> Tensor:
         """Embedded words [B, T, D] -> hidden [B, T, D]; the other arguments are those of `Attention.forward`."""
         config, device = self.config, x.device
-        stream = self.residual_stream(x)
-        fused = fused_norm_wanted(device, config.hidden_size), fused_norm_wanted(device, config.intermediate_size)
+        stream = residual_stream(x, config.layer_norm_eps, 2 * config.num_hidden_layers, self.depth_weights())
+        gate_norm = choose_gated_norm(device, config.hidden_size)
+        feed_forward_norm = choose_gated_norm(device, config.intermediate_size)
         for attention, feed_forward in zip(self.attention_layers, self.mlp_layers, strict=True):
-            update = attention(stream.normalised(), positions, layout, states, fused[0])
+            update = attention(stream.normalised(), positions, metadata, states, gate_norm)
             stream.add(update, config.attention_probs_dropout_prob, states, cast(Attention, attention).output_site)
-            update = feed_forward(stream.normalised(), fused[1])
+            update = feed_forward(stream.normalised(), feed_forward_norm)
             stream.add(update, config.hidden_dropout_prob, states, cast(FeedForward, feed_forward).output_site)
         return stream.x
 
-    def residual_stream(self, embeddings: Tensor, alphas: Sequence[Tensor] | None = None) -> Stream:
-        """The stream of one forward pass; alphas: weights of averages over depth, or None for plain sums."""
-        sublayers, eps = 2 * self.config.num_hidden_layers, self.config.layer_norm_eps
-        if fused_stream_wanted(embeddings, sublayers):
-            return FusedResidualStream(embeddings, eps, sublayers, alphas)
-        return ResidualStream(embeddings, eps, alphas)
+    def depth_weights(self) -> Sequence[Tensor] | None:
+        """For sublayer k the weights [k + 2] of an average over all states so far; None for plain sums."""
+        return None
 
 
 class Output(nn.Module):
@@ -283,24 +263,18 @@ class LTGBert(nn.Module):
         batch, length = input_ids.shape
         states = self._dropout_states(batch, length, input_ids.device, dropout)
         words, positions = self.embedding(input_ids, states)
-        layout = self._layout(document_ids, causal, sizes)
-        return self.transformer(words, positions, layout, states), states
+        metadata = self._attention_metadata(document_ids, causal, sizes)
+        return self.transformer(words, positions, metadata, states), states
 
-    def _layout(self, document_ids: Tensor, causal: bool | Tensor, sizes: VarlenSizes | None = None) -> AttentionLayout:
-        config, device = self.config, document_ids.device
-        dtype = self.embedding.word_embedding.weight.dtype  # of queries and keys
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
+    def _attention_metadata(
+        self, document_ids: Tensor, causal: bool | Tensor, sizes: VarlenSizes | None = None
+    ) -> AttentionMetadata:
+        config, dtype = self.config, query_dtype(self.embedding.word_embedding.weight)
         if config.position_embedding == "rope":
-            return rope_layout(document_ids, causal, config.head_dim, config.rope_theta, dtype, sizes)
-        if isinstance(causal, bool):
-            causal = torch.full(document_ids.shape[:1], causal, device=device)
-        # A copy, since torch.compile tells a view of a larger batch from a tensor of its own.
-        causal, buckets = causal.to(device, copy=True), (config.position_bucket_size, config.max_position_embeddings)
-        drops, trains = self.training and config.attention_probs_dropout_prob > 0, torch.is_grad_enabled()
-        if wanted(device, dtype, config.head_dim, 2 * config.position_bucket_size - 1, drops, trains):
-            return fused_layout(document_ids, causal, *buckets)
-        return relative_layout(document_ids, causal, *buckets, dtype)
+            return rope_metadata(document_ids, causal, config.head_dim, config.rope_theta, dtype, sizes)
+        buckets = config.position_bucket_size, config.max_position_embeddings
+        drops = self.training and config.attention_probs_dropout_prob > 0
+        return choose_relative_metadata(document_ids, causal, buckets, config.head_dim, dtype, drops)
 
     def _dropout_states(
         self, rows: int, length: int, device: torch.device, keys: DropoutKeys | None

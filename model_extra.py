@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from model import Attention, Encoder, LTGBert, ModelConfig, Stream
+from model import Attention, Encoder, LTGBert, ModelConfig
 
 
 class GatedAttention(Attention):
@@ -42,8 +42,8 @@ class DepthWeightedEncoder(Encoder):
         super().__init__(config)
         self.dwa_modules = DepthWeightedAveraging(2 * config.num_hidden_layers)
 
-    def residual_stream(self, embeddings: Tensor, alphas: Sequence[Tensor] | None = None) -> Stream:
-        return super().residual_stream(embeddings, list(self.dwa_modules.alphas) if alphas is None else alphas)
+    def depth_weights(self) -> Sequence[Tensor] | None:
+        return list(self.dwa_modules.alphas)
 
 
 class GPTBert(LTGBert):

@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.timing import has_cuda, time_of, write_results
-from ops.attention import relative_attention, relative_layout
-from ops.attention_cuda import available, fused_layout, fused_relative_attention
+from ops.attention import relative_attention
+from ops.attention_cuda import available, fused_relative_attention
+from ops.attention_metadata import fused_metadata, relative_metadata
 from ops.dropout import DropoutKeys, dropout_states, head_keys
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +38,7 @@ _FLEX_TILES: Any = {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2}
 
 
 class Inputs:
-    """Random inputs of one shape, and the layout of rows that are one document each, or several."""
+    """Random inputs of one shape, and the metadata of rows that are one document each, or several."""
 
     def __init__(self, batch: int, length: int, heads: int, head_dim: int, p: float, variant: str) -> None:
         def leaf(*shape: int) -> Tensor:
@@ -58,17 +59,17 @@ class Inputs:
 
 def ours(x: Inputs) -> Callable[[], Tensor]:
     """The fused kernels."""
-    layout = fused_layout(x.ids, x.causal, *_BUCKETS)
-    return lambda: fused_relative_attention(x.query_key, x.value, x.positions, layout, *x.dropout)
+    metadata = fused_metadata(x.ids, x.causal, *_BUCKETS)
+    return lambda: fused_relative_attention(x.query_key, x.value, x.positions, metadata, *x.dropout)
 
 
 def twin(x: Inputs) -> Callable[[], Tensor]:
     """ops.attention.relative_attention."""
-    layout = relative_layout(x.ids, x.causal, *_BUCKETS, torch.bfloat16)
+    metadata = relative_metadata(x.ids, x.causal, *_BUCKETS, torch.bfloat16)
 
     def run() -> Tensor:
         (query, key), (query_pos, key_pos) = x.query_key.unbind(2), x.positions.unbind(1)
-        return relative_attention(query, key, x.value, query_pos, key_pos, layout, *x.dropout)
+        return relative_attention(query, key, x.value, query_pos, key_pos, metadata, *x.dropout)
 
     return run
 
@@ -89,7 +90,7 @@ def flex(x: Inputs) -> Callable[[], Tensor]:
     """FlexAttention with captured tables, compiled; without dropout, documents and causality."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    slots = relative_layout(x.ids[:1], x.causal[:1], *_BUCKETS).slots
+    slots = relative_metadata(x.ids[:1], x.causal[:1], *_BUCKETS).slots
     head_dim = x.value.size(-1)
     attend = torch.compile(flex_attention, dynamic=False)
 

@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.timing import has_cuda, time_of, write_results
-from ops.cross_entropy import available, target_scores
+from ops.cross_entropy import target_scores
+from ops.cross_entropy_cuda import available
 
 _Z_LOSS = 1e-4
 
@@ -172,7 +173,7 @@ def main() -> int:
     if not has_cuda():
         return 2
     device = torch.device("cuda", 0)
-    if not available(device):
+    if not available(device, options.vocabulary):
         print("error: the fused kernels cannot run on this device", file=sys.stderr)
         return 2
     methods: list[tuple[str, Callable[[Inputs], Callable[[], Tensor]]]] = [

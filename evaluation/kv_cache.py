@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model import Attention, LTGBert, ModelConfig
 from model_extra import DepthWeightedEncoder
-from ops.attention import bucket
+from ops.attention_metadata import bucket
 from ops.rope import rotate
 
 _CHUNK = 256  # tokens of a prompt read at once: bounds the scores, [B, H, chunk, T]

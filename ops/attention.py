@@ -1,105 +1,101 @@
-"""Disentangled relative attention (DeBERTa, LTG-BERT): content, content-to-position and position-to-content scores.
+"""Attention: the choice between kernels and reference, and the reference implementation of relative attention.
+
+Disentangled relative attention (DeBERTa, LTG-BERT) adds content, content-to-position and position-to-content scores:
 
     score(i, j) = (q_i . k_j + q_i . key_pos[s] + k_j . query_pos[s]) / sqrt(3 d),   s = slot(i - j)
 
-This is the plain PyTorch form. Its position terms come from tables of one score per token and slot, never from
-tensors of T x T x head_dim. Tensors are batch first; a boolean mask is True where attention is allowed.
+The reference is plain PyTorch. Its position terms come from tables of one score per token and slot, never from
+tensors of T x T x head_dim. Tensors are batch first; a boolean mask is True where attention is allowed. The kernels are
+in ops/attention_cuda.py, rotary attention in ops/rope.py.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops import attention_cuda
+from ops.attention_cuda import fused_relative_attention
+from ops.attention_metadata import FusedAttentionMetadata, RelativeAttentionMetadata, fused_metadata, relative_metadata
 from ops.dropout import apply_mask, keep_mask, keep_scale
+from ops.reference import reference_chosen
+from ops.rope import RopeAttentionMetadata, rope_attention
 
-# Above this many elements the one-hot tensors of `expand_by_product` cost more memory than they save time.
-_MAX_ONE_HOT = 2**28
+AttentionMetadata = RelativeAttentionMetadata | FusedAttentionMetadata | RopeAttentionMetadata
 
 
-class RelativeAttentionMetadata(NamedTuple):
-    """Who attends whom in a batch, and from which slot of the position tables; computed once for all layers.
+# The choice
 
-    document_ids: int64 [B, T]; causal: bool [B].
-    slots: int64 [T, T], the slot of query i and key j.
-    bias: float32 [B, 1, T, T], 0 where query i may attend key j and -inf elsewhere. A padding token attends the
-        padding around it, so that no row of scores is empty and its softmax is defined; its context is zeroed.
-    one_hot: [T, S, T], 1 at [i, slots[i, j], j], and the same with queries and keys exchanged (S is the number of
-        slots rounded up to a multiple of 8), or None where position scores are to be gathered.
+
+def query_dtype(parameters: Tensor) -> torch.dtype:
+    """The dtype of what a linear layer with these parameters returns: autocast's where that is on."""
+    device = parameters.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameters.dtype
+
+
+def use_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, slots: int, drops: bool, trains: bool) -> bool:
+    """Whether relative attention of queries of `dtype` runs by the CUDA kernels.
+
+    drops: with dropout of probabilities. trains: with a backward pass to come, which needs more shared memory.
+    Not while torch.compile traces: then the metadata would have to be part of the graph, and its tables are made on the
+    host. Training compiles sublayers, which get the metadata as an argument (training/compiling.py).
+    HYBRID_REFERENCE=attention in the environment keeps the reference (ops/reference.py).
     """
-
-    document_ids: Tensor
-    causal: Tensor
-    slots: Tensor
-    bias: Tensor
-    one_hot: tuple[Tensor, Tensor] | None
+    if torch.compiler.is_compiling() or reference_chosen("attention") or dtype != torch.bfloat16:
+        return False
+    return attention_cuda.available(device, head_dim, slots, drops, trains)
 
 
-def bucket(distance: Tensor, bucket_size: int, max_position: int) -> Tensor:
-    """Signed bucket of each signed distance: int64 of any shape, exact near zero and logarithmic further away.
+def choose_relative_metadata(
+    document_ids: Tensor,
+    causal: bool | Tensor,
+    buckets: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    drops: bool,
+) -> RelativeAttentionMetadata | FusedAttentionMetadata:
+    """Metadata of a batch with relative positions, for the kernels where `use_kernel` says so, else for the reference.
 
-    With mid = bucket_size // 2: distances below mid are their own bucket; up to max_position - 1 the rest share the
-    buckets mid .. bucket_size - 1 by their logarithm; everything beyond falls into the last one.
+    document_ids: int64 [B, T] (negative: padding). causal: a bool, or bool [B]. buckets: bucket size and largest
+    position. dtype: of the queries to come. drops: with dropout of probabilities.
     """
-    mid = bucket_size // 2
-    clipped = distance.abs().clamp(max=max_position - 1)
-    # In float64, less a hair: where the formula's value is a whole number (always at max_position - 1), rounding
-    # must not lift it into the next bucket, which at the far end does not exist.
-    position = (clipped.double().clamp(min=mid) / mid).log() / math.log((max_position - 1) / mid) * (mid - 1)
-    logarithmic = (position - 1e-9).ceil().long() + mid
-    return torch.where(clipped <= mid, distance, distance.sign() * logarithmic)
+    device = document_ids.device
+    if isinstance(causal, bool):
+        causal = torch.full(document_ids.shape[:1], causal, device=device)
+    # A copy, since torch.compile tells a view of a larger batch from a tensor of its own.
+    causal = causal.to(device, copy=True)
+    if use_kernel(device, dtype, head_dim, 2 * buckets[0] - 1, drops, torch.is_grad_enabled()):
+        return fused_metadata(document_ids, causal, *buckets)
+    return relative_metadata(document_ids, causal, *buckets, dtype)
 
 
-def relative_slots(length: int, bucket_size: int, max_position: int, device: torch.device) -> Tensor:
-    """Row of the position tables for query i and key j: int64 [length, length] in [0, 2 * bucket_size - 2]."""
-    positions = torch.arange(length, device=device)
-    distance = torch.arange(1 - length, length, device=device)
-    table = bucket(distance, bucket_size, max_position) + bucket_size - 1
-    return table[positions[:, None] - positions[None, :] + length - 1]
+def attend(
+    query_key: Tensor,
+    value: Tensor,
+    positions: Tensor | None,
+    metadata: AttentionMetadata,
+    dropout_p: float = 0.0,
+    dropout_keys: Tensor | None = None,
+    dropout_columns: Tensor | None = None,
+) -> Tensor:
+    """Context [B, T, H, d] by the implementation that the metadata is made for; zero for padding tokens.
 
-
-def document_starts(document_ids: Tensor) -> Tensor:
-    """Bool [B, T]: where a document begins, which is a run of one id in a row; an id that comes back begins another."""
-    starts = torch.ones_like(document_ids, dtype=torch.bool)
-    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return starts
-
-
-def attention_allowed(document_ids: Tensor, causal: Tensor) -> Tensor:
-    """Bool [B, T, T]: query i and key j are of one document, and j <= i in rows where `causal` [B] is set.
-
-    Padding tokens (negative ids) count as documents here, too; callers zero what comes out for them.
+    query_key: [B, T, 2, H, d]. value: [B, T, H, d]. positions: [2b-1, 2, H, d], the position table seen as queries and
+    as keys; None with rotary positions, which drop nothing. The rest as in `relative_attention`.
     """
-    documents = document_starts(document_ids).cumsum(1)
-    length = documents.size(1)
-    past = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-    return (documents[:, :, None] == documents[:, None, :]) & (past | ~causal[:, None, None])
+    if isinstance(metadata, RopeAttentionMetadata):
+        query, key = query_key.unbind(-3)
+        return rope_attention(query, key, value, metadata)
+    assert positions is not None
+    dropped = (dropout_p, dropout_keys, dropout_columns)
+    if isinstance(metadata, FusedAttentionMetadata):
+        return fused_relative_attention(query_key, value, positions, metadata, *dropped)
+    (query, key), (query_pos, key_pos) = query_key.unbind(-3), positions.unbind(-3)
+    return relative_attention(query, key, value, query_pos, key_pos, metadata, *dropped)
 
 
-def relative_layout(
-    document_ids: Tensor, causal: Tensor, bucket_size: int, max_position: int, dtype: torch.dtype = torch.float32
-) -> RelativeAttentionMetadata:
-    """Layout for `relative_attention` from document_ids int64 [B, T] (negative: padding) and causal bool [B].
-
-    `dtype` is that of the queries and keys to come. Never waits for the device.
-    """
-    length, device = document_ids.size(1), document_ids.device
-    slots = relative_slots(length, bucket_size, max_position, device)
-    allowed = attention_allowed(document_ids, causal).unsqueeze(1)
-    bias = torch.zeros(allowed.shape, device=device).masked_fill_(~allowed, -math.inf)
-    width = -(-(2 * bucket_size - 1) // 8) * 8
-    one_hot = None
-    if device.type == "cuda" and width * length**2 <= _MAX_ONE_HOT:
-        one_hot = one_hot_slots(slots, width, dtype)
-    return RelativeAttentionMetadata(document_ids, causal, slots, bias, one_hot)
-
-
-def one_hot_slots(slots: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """RelativeAttentionMetadata.one_hot for slots int64 [T, T]: two tensors [T, width, T]."""
-    numbers = torch.arange(width, device=slots.device)[None, :, None]
-    return (slots[:, None, :] == numbers).to(dtype), (slots.t()[:, None, :] == numbers).to(dtype)
+# The reference
 
 
 def relative_attention(
@@ -108,7 +104,7 @@ def relative_attention(
     value: Tensor,
     query_pos: Tensor,
     key_pos: Tensor,
-    layout: RelativeAttentionMetadata,
+    metadata: RelativeAttentionMetadata,
     dropout_p: float = 0.0,
     dropout_keys: Tensor | None = None,
     dropout_columns: Tensor | None = None,
@@ -124,18 +120,18 @@ def relative_attention(
     query, query_pos = query * scale, query_pos * scale
     # [B, H, T, d] x [B, H, d, T] -> [B, H, T, T]; scores are this function's own from here on, so added to in place
     scores = (query.transpose(1, 2) @ key.permute(0, 2, 3, 1)).float()
-    if layout.one_hot is None:
-        to_position, from_position = gather_positions(query, key, query_pos, key_pos, layout.slots)
+    if metadata.one_hot is None:
+        to_position, from_position = gather_positions(query, key, query_pos, key_pos, metadata.slots)
     else:
-        to_position, from_position = expand_by_product(query, key, query_pos, key_pos, layout.one_hot)
-    scores = scores.add_(to_position).add_(from_position).add_(layout.bias)
+        to_position, from_position = expand_by_product(query, key, query_pos, key_pos, metadata.one_hot)
+    scores = scores.add_(to_position).add_(from_position).add_(metadata.bias)
     probabilities = scores.softmax(dim=-1)
     if dropout_keys is not None and dropout_columns is not None and dropout_p > 0:
         columns = dropout_columns[: probabilities.size(-1)]
         probabilities = apply_mask(probabilities, keep_mask(dropout_keys, columns, dropout_p))
         value = value * keep_scale(dropout_p)  # the same as scaling the probabilities, on far fewer elements
     context = (probabilities.to(value.dtype) @ value.transpose(1, 2)).transpose(1, 2)
-    return context.masked_fill(layout.document_ids[:, :, None, None] < 0, 0.0)
+    return context.masked_fill(metadata.document_ids[:, :, None, None] < 0, 0.0)
 
 
 def gather_positions(

@@ -1,4 +1,4 @@
-"""Disentangled relative attention as CUDA kernels, forward and backward: the fast twin of ops.attention.
+"""CUDA kernels of disentangled relative attention, forward and backward; the reference is in ops/attention.py.
 
 The source is ops/cuda/relative_attention.cu, compiled at run time by NVRTC, which torch's CUDA wheels bring along, and
 kept in a cache folder (ops/nvrtc.py). bfloat16, head sizes 32, 64 and 128, at most 64 position slots, rows of any
@@ -8,11 +8,9 @@ and 64 and for the forward pass of heads of 128, whose backward pass needs 144 (
 the same inputs give the same bits on the same kind of GPU. Nothing here waits for the device, except the first call
 for a device, head size, row length and dropout or none, which compiles or loads.
 
-    if wanted(query_key.device, query_key.dtype, head_dim, slots, drops, trains):
-        layout = fused_layout(document_ids, causal, bucket_size, max_position)       once for all layers
-        context = fused_relative_attention(query_key, value, positions, layout, p, keys, columns)
-
-HYBRID_REFERENCE=attention in the environment makes models use the reference everywhere (ops/reference.py).
+    if available(device, head_dim, slots, drops, trains):
+        metadata = fused_metadata(document_ids, causal, bucket_size, max_position)       once for all layers
+        context = fused_relative_attention(query_key, value, positions, metadata, p, keys, columns)
 """
 
 import ctypes
@@ -25,10 +23,8 @@ from torch import Tensor
 
 from ops import nvrtc
 from ops.attention_metadata import TILE, FusedAttentionMetadata, padded_length
-from ops.attention_metadata import fused_layout as fused_layout
 from ops.dropout import keep_scale
 from ops.nvrtc import Module, aligned
-from ops.reference import reference_chosen
 
 _SOURCE = Path(__file__).parent / "cuda" / "relative_attention.cu"
 _THREADS = 128
@@ -39,7 +35,7 @@ def fused_relative_attention(
     query_key: Tensor,
     value: Tensor,
     positions: Tensor,
-    layout: FusedAttentionMetadata,
+    metadata: FusedAttentionMetadata,
     dropout_p: float = 0.0,
     dropout_keys: Tensor | None = None,
     dropout_columns: Tensor | None = None,
@@ -53,22 +49,9 @@ def fused_relative_attention(
     """
     if dropout_keys is None or dropout_columns is None or dropout_p == 0:
         dropout_p, dropout_keys, dropout_columns = 0.0, None, None
-    context, _ = _attention(
-        query_key.bfloat16(), value.bfloat16(), positions.bfloat16(), *layout, dropout_p, dropout_keys, dropout_columns
-    )
+    tensors = query_key.bfloat16(), value.bfloat16(), positions.bfloat16()
+    context, _ = _attention(*tensors, *metadata, dropout_p, dropout_keys, dropout_columns)
     return context
-
-
-def wanted(device: torch.device, dtype: torch.dtype, head_dim: int, slots: int, drops: bool, trains: bool) -> bool:
-    """Whether a model whose queries are of `dtype` should use the kernels.
-
-    drops: with dropout of probabilities. trains: with a backward pass to come, which needs more shared memory.
-    Not while torch.compile traces: then the layout would have to be part of the graph, and its tables are made on the
-    host. Training compiles sublayers, which get the layout as an argument (training/compiling.py).
-    """
-    if torch.compiler.is_compiling() or reference_chosen("attention") or dtype != torch.bfloat16:
-        return False
-    return available(device, head_dim, slots, drops, trains)
 
 
 def obstacle(device: torch.device, head_dim: int, slots: int, trains: bool) -> str:
@@ -304,7 +287,7 @@ class _Arguments:
                 f"query_key {list(query_key.shape)}, positions {list(positions.shape)} and value {list(value.shape)}"
             )
         elif spans.shape != (batch, length, 2) or slots.size(0) != 2 * padded_length(length) + 1:
-            wrong = f"a layout of {list(spans.shape[:2])} tokens for value {list(value.shape)}"
+            wrong = f"metadata of {list(spans.shape[:2])} tokens for value {list(value.shape)}"
         elif not (query_key.dtype == value.dtype == positions.dtype == torch.bfloat16):
             wrong = f"query_key {query_key.dtype}, value {value.dtype} and positions {positions.dtype}, not bfloat16"
         elif (
@@ -388,7 +371,7 @@ class _Kernels:
         with torch.cuda.device(device):
             for name in self._NAMES[:3]:
                 backward = "backward" in name
-                if not stages[backward]:  # forwards alone, see `wanted`
+                if not stages[backward]:  # forwards alone, see `obstacle`
                     continue
                 self.shared[name] = _shared_bytes(head_dim, backward, stages[backward])
                 self.module.use_shared_memory(name, self.shared[name])

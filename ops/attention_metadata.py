@@ -1,15 +1,103 @@
-"""What the kernels of ops/attention_cuda.py know of a batch: documents, causal rows, and tables of positions."""
+"""Attention metadata: who attends whom in a batch, and which slot of the position tables serves which distance.
 
+Made once for all layers of a forward pass. RelativeAttentionMetadata is what the reference implementation reads,
+FusedAttentionMetadata what the CUDA kernels read; that of rotary attention is in ops/rope.py.
+"""
+
+import math
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ops.attention import bucket, document_starts
-
 TILE = 64  # rows of a block, columns of a step, and slots, in the source
 _NO_STEP = 2**30
+# Above this many elements the one-hot tensors of RelativeAttentionMetadata cost more memory than they save time.
+_MAX_ONE_HOT = 2**28
+
+
+class RelativeAttentionMetadata(NamedTuple):
+    """Who attends whom in a batch, and from which slot of the position tables; computed once for all layers.
+
+    document_ids: int64 [B, T]; causal: bool [B].
+    slots: int64 [T, T], the slot of query i and key j.
+    bias: float32 [B, 1, T, T], 0 where query i may attend key j and -inf elsewhere. A padding token attends the
+        padding around it, so that no row of scores is empty and its softmax is defined; its context is zeroed.
+    one_hot: [T, S, T], 1 at [i, slots[i, j], j], and the same with queries and keys exchanged (S is the number of
+        slots rounded up to a multiple of 8), or None where position scores are to be gathered.
+    """
+
+    document_ids: Tensor
+    causal: Tensor
+    slots: Tensor
+    bias: Tensor
+    one_hot: tuple[Tensor, Tensor] | None
+
+
+def bucket(distance: Tensor, bucket_size: int, max_position: int) -> Tensor:
+    """Signed bucket of each signed distance: int64 of any shape, exact near zero and logarithmic further away.
+
+    With mid = bucket_size // 2: distances below mid are their own bucket; up to max_position - 1 the rest share the
+    buckets mid .. bucket_size - 1 by their logarithm; everything beyond falls into the last one.
+    """
+    mid = bucket_size // 2
+    clipped = distance.abs().clamp(max=max_position - 1)
+    # In float64, less a hair: where the formula's value is a whole number (always at max_position - 1), rounding
+    # must not lift it into the next bucket, which at the far end does not exist.
+    position = (clipped.double().clamp(min=mid) / mid).log() / math.log((max_position - 1) / mid) * (mid - 1)
+    logarithmic = (position - 1e-9).ceil().long() + mid
+    return torch.where(clipped <= mid, distance, distance.sign() * logarithmic)
+
+
+def relative_slots(length: int, bucket_size: int, max_position: int, device: torch.device) -> Tensor:
+    """Row of the position tables for query i and key j: int64 [length, length] in [0, 2 * bucket_size - 2]."""
+    positions = torch.arange(length, device=device)
+    distance = torch.arange(1 - length, length, device=device)
+    table = bucket(distance, bucket_size, max_position) + bucket_size - 1
+    return table[positions[:, None] - positions[None, :] + length - 1]
+
+
+def document_starts(document_ids: Tensor) -> Tensor:
+    """Bool [B, T]: where a document begins, which is a run of one id in a row; an id that comes back begins another."""
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return starts
+
+
+def attention_allowed(document_ids: Tensor, causal: Tensor) -> Tensor:
+    """Bool [B, T, T]: query i and key j are of one document, and j <= i in rows where `causal` [B] is set.
+
+    Padding tokens (negative ids) count as documents here, too; callers zero what comes out for them.
+    """
+    documents = document_starts(document_ids).cumsum(1)
+    length = documents.size(1)
+    past = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return (documents[:, :, None] == documents[:, None, :]) & (past | ~causal[:, None, None])
+
+
+def relative_metadata(
+    document_ids: Tensor, causal: Tensor, bucket_size: int, max_position: int, dtype: torch.dtype = torch.float32
+) -> RelativeAttentionMetadata:
+    """Metadata for the reference from document_ids int64 [B, T] (negative: padding) and causal bool [B].
+
+    `dtype` is that of the queries and keys to come. Never waits for the device.
+    """
+    length, device = document_ids.size(1), document_ids.device
+    slots = relative_slots(length, bucket_size, max_position, device)
+    allowed = attention_allowed(document_ids, causal).unsqueeze(1)
+    bias = torch.zeros(allowed.shape, device=device).masked_fill_(~allowed, -math.inf)
+    width = -(-(2 * bucket_size - 1) // 8) * 8
+    one_hot = None
+    if device.type == "cuda" and width * length**2 <= _MAX_ONE_HOT:
+        one_hot = one_hot_slots(slots, width, dtype)
+    return RelativeAttentionMetadata(document_ids, causal, slots, bias, one_hot)
+
+
+def one_hot_slots(slots: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """RelativeAttentionMetadata.one_hot for slots int64 [T, T]: two tensors [T, width, T]."""
+    numbers = torch.arange(width, device=slots.device)[None, :, None]
+    return (slots[:, None, :] == numbers).to(dtype), (slots.t()[:, None, :] == numbers).to(dtype)
 
 
 class FusedAttentionMetadata(NamedTuple):
@@ -29,8 +117,8 @@ class FusedAttentionMetadata(NamedTuple):
     groups: Tensor
 
 
-def fused_layout(document_ids: Tensor, causal: Tensor, bucket_size: int, max_position: int) -> FusedAttentionMetadata:
-    """Layout from document_ids int [B, T] (negative: padding; a document is a run of equal ids) and causal bool [B]."""
+def fused_metadata(document_ids: Tensor, causal: Tensor, bucket_size: int, max_position: int) -> FusedAttentionMetadata:
+    """Metadata for the kernels from document_ids int [B, T] (negative: padding) and causal bool [B]."""
     padded = padded_length(document_ids.size(1))
     tables = position_tables(padded, bucket_size, max_position, document_ids.device)
     return FusedAttentionMetadata(document_spans(document_ids), causal, *tables)

@@ -3,19 +3,61 @@
     x' = x + dropout(update)                                      LTG-BERT
     x' = the depth-weighted average that ops/depth_average.py defines     GPT-BERT
 
-This is the plain form; ops/residual_cuda.py is its fast twin.
+Here are the reference implementation and the choice; the CUDA kernels are in ops/residual_cuda.py.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops import residual_cuda
 from ops.depth_average import BufferedAverages, PlainAverages
 from ops.dropout import DropoutStates, drop_tokens
+from ops.reference import reference_chosen
+from ops.residual_cuda import FusedResidualStream
+
+
+def residual_stream(
+    embeddings: Tensor, eps: float, sublayers: int, alphas: Sequence[Tensor] | None = None
+) -> ResidualStream | FusedResidualStream:
+    """The stream of one forward pass over so many sublayers: by the kernels where `use_kernel` says so.
+
+    The other arguments are those of ResidualStream.
+    """
+    if use_kernel(embeddings, sublayers):
+        return FusedResidualStream(embeddings, eps, sublayers, alphas)
+    return ResidualStream(embeddings, eps, alphas)
+
+
+def use_kernel(embeddings: Tensor, sublayers: int) -> bool:
+    """Whether embeddings [B, T, D] go through the CUDA kernels: under bf16 autocast on CUDA, not while compiling.
+
+    HYBRID_REFERENCE=residual in the environment keeps the reference (ops/reference.py).
+    """
+    device = embeddings.device
+    if device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
+        return False
+    if torch.get_autocast_dtype("cuda") != torch.bfloat16 or reference_chosen("residual"):
+        return False
+    if torch.compiler.is_compiling():
+        return _traced()
+    return residual_cuda.available(device, embeddings.size(-1), sublayers)
+
+
+@torch.compiler.assume_constant_result  # runs while torch.compile traces, as nothing else there does
+def _traced() -> bool:
+    """Say that none of a model's kernels are used when it is compiled as a whole. Always False."""
+    warnings.warn(
+        "torch.compile over the whole model leaves out the CUDA kernels for attention, residual stream and norms and "
+        "is several times slower; use training.compiling.compile_layers(model) instead",
+        stacklevel=2,
+    )
+    return False
 
 
 class ResidualStream:

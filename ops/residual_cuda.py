@@ -1,4 +1,4 @@
-"""The residual stream as CUDA kernels, forward and backward: the fast twin of ops/residual.py.
+"""CUDA kernels of the residual stream, forward and backward; the reference is in ops/residual.py.
 
 One kernel between two sublayers does dropout, residual sum, weighted sum over depth and layer norm, reading each state
 once (ops/cuda/residual_stream.cu, compiled at run time by NVRTC, see ops/nvrtc.py). The stream is float32, as under
@@ -14,7 +14,6 @@ states before it. What alphas need, the products of all dx with all h, is one sm
 from __future__ import annotations
 
 import ctypes
-import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -27,7 +26,6 @@ from ops import nvrtc
 from ops.depth_average import refuse_second_derivative
 from ops.dropout import DropoutStates, keep_scale, kept_from
 from ops.nvrtc import Module, aligned
-from ops.reference import reference_chosen
 
 _SOURCE = Path(__file__).parent / "cuda" / "residual_stream.cu"
 _MAX_STATES = 64
@@ -38,7 +36,7 @@ _MAX_GROUP = 4  # sums over depth that a kernel can compute together
 
 
 class FusedResidualStream:
-    """As ops.residual.ResidualStream, for embeddings where `wanted` says so."""
+    """As ops.residual.ResidualStream, for embeddings where `available` says so."""
 
     def __init__(self, embeddings: Tensor, eps: float, sublayers: int, alphas: Sequence[Tensor] | None = None) -> None:
         """sublayers: how many will follow. The rest as in ResidualStream."""
@@ -55,30 +53,6 @@ class FusedResidualStream:
         drops = None if states is None or p == 0 else (states.tokens, states.columns, p, site)
         self.x, self._normalised = _Next.apply(self._history, self._sublayer, drops, self.x, update)
         self._sublayer += 1
-
-
-def wanted(embeddings: Tensor, sublayers: int) -> bool:
-    """Whether a model should use the kernels for embeddings [B, T, D]: in bf16 autocast on CUDA, not while compiling.
-
-    HYBRID_REFERENCE=residual in the environment makes models use the reference (ops/reference.py).
-    """
-    device = embeddings.device
-    if device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
-        return False
-    if torch.get_autocast_dtype("cuda") != torch.bfloat16 or reference_chosen("residual"):
-        return False
-    return _traced() if torch.compiler.is_compiling() else available(device, embeddings.size(-1), sublayers)
-
-
-@torch.compiler.assume_constant_result  # runs while torch.compile traces, as nothing else there does
-def _traced() -> bool:
-    """Say that none of a model's kernels are used when it is compiled as a whole. Always False."""
-    warnings.warn(
-        "torch.compile over the whole model leaves out the CUDA kernels for attention, residual stream and norms and "
-        "is several times slower; use training.compiling.compile_layers(model) instead",
-        stacklevel=2,
-    )
-    return False
 
 
 def obstacle(device: torch.device, width: int, sublayers: int) -> str:

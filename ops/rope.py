@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops import nvrtc
-from ops.attention import attention_allowed, document_starts
+from ops.attention_metadata import attention_allowed, document_starts
 from ops.reference import reference_chosen
 
 # (query, key, value [tokens, H, d], boundaries int32 [documents + 1], longest possible document, causal) -> context
@@ -34,7 +34,7 @@ class VarlenSizes:
     other_documents: int
 
 
-class VarlenLayout(NamedTuple):
+class VarlenMetadata(NamedTuple):
     """Documents of a batch as runs of tokens, causal rows first.
 
     causal_rows: how many rows are causal. order, inverse: permutation [B] of the rows that brings these to the front,
@@ -57,11 +57,11 @@ class RopeAttentionMetadata(NamedTuple):
     cos: Tensor
     sin: Tensor
     allowed: Tensor | None
-    varlen: VarlenLayout | None
+    varlen: VarlenMetadata | None
     kernel: VarlenKernel | None
 
 
-def rope_layout(
+def rope_metadata(
     document_ids: Tensor,
     causal: bool | Tensor,
     head_dim: int,
@@ -69,7 +69,7 @@ def rope_layout(
     dtype: torch.dtype,
     sizes: VarlenSizes | None = None,
 ) -> RopeAttentionMetadata:
-    """Layout for `rope_attention` from document_ids int64 [B, T] (-1: padding) and causal, a bool or bool [B].
+    """Metadata for `rope_attention` from document_ids int64 [B, T] (-1: padding) and causal, a bool or bool [B].
 
     `dtype` is that of the queries to come: it decides which kernel can be used. For a variable-length kernel the number
     of documents is a shape: without `sizes` this waits for the device, to count them.
@@ -81,7 +81,7 @@ def rope_layout(
     plain = torch.compiler.is_compiling() or obstacle(device, dtype) or reference_chosen("attention")
     kernel = None if plain else varlen_kernel()
     if kernel is not None:
-        return RopeAttentionMetadata(document_ids, cos, sin, None, varlen_layout(document_ids, causal, sizes), kernel)
+        return RopeAttentionMetadata(document_ids, cos, sin, None, varlen_metadata(document_ids, causal, sizes), kernel)
     if isinstance(causal, bool):
         causal = torch.full((batch,), causal, device=device)
     allowed = attention_allowed(document_ids, causal.to(device)).unsqueeze(1)
@@ -99,15 +99,15 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str:
     return "" if varlen_kernel() else "neither flash-attn nor torch.nn.attention.varlen is installed"
 
 
-def rope_attention(query: Tensor, key: Tensor, value: Tensor, layout: RopeAttentionMetadata) -> Tensor:
+def rope_attention(query: Tensor, key: Tensor, value: Tensor, metadata: RopeAttentionMetadata) -> Tensor:
     """Context [B, T, H, d] of query, key and value [B, T, H, d], scores scaled by 1/sqrt(d); zero for padding."""
-    query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
-    if layout.varlen is not None and layout.kernel is not None:
-        context = varlen_attention(query, key, value, layout.varlen, layout.kernel)
+    query, key = rotate(query, metadata.cos, metadata.sin), rotate(key, metadata.cos, metadata.sin)
+    if metadata.varlen is not None and metadata.kernel is not None:
+        context = varlen_attention(query, key, value, metadata.varlen, metadata.kernel)
     else:
         heads_first = (x.transpose(1, 2) for x in (query, key, value))
-        context = F.scaled_dot_product_attention(*heads_first, attn_mask=layout.allowed).transpose(1, 2)
-    return context.masked_fill(layout.document_ids[:, :, None, None] < 0, 0.0)
+        context = F.scaled_dot_product_attention(*heads_first, attn_mask=metadata.allowed).transpose(1, 2)
+    return context.masked_fill(metadata.document_ids[:, :, None, None] < 0, 0.0)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def varlen_layout(document_ids: Tensor, causal: bool | Tensor, sizes: VarlenSizes | None = None) -> VarlenLayout:
+def varlen_metadata(document_ids: Tensor, causal: bool | Tensor, sizes: VarlenSizes | None = None) -> VarlenMetadata:
     """Split a batch into causal rows and others, and each group into documents (runs of one id in one row)."""
     batch = document_ids.size(0)
     if isinstance(causal, bool):
@@ -130,28 +130,30 @@ def varlen_layout(document_ids: Tensor, causal: bool | Tensor, sizes: VarlenSize
     groups = (document_ids[:causal_rows], document_ids[causal_rows:])
     inverse = None if order is None else order.argsort()
     counts = (None, None) if sizes is None else (sizes.causal_documents, sizes.other_documents)
-    return VarlenLayout(
+    return VarlenMetadata(
         causal_rows, order, inverse, (_boundaries(groups[0], counts[0]), _boundaries(groups[1], counts[1]))
     )
 
 
-def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: VarlenLayout, kernel: VarlenKernel) -> Tensor:
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, metadata: VarlenMetadata, kernel: VarlenKernel
+) -> Tensor:
     """Context [B, T, H, d] by one call of `kernel` for the causal rows and one for the others."""
-    if layout.order is not None and layout.inverse is not None:
-        query, key, value = (_Permuted.apply(x, layout.order, layout.inverse) for x in (query, key, value))
+    if metadata.order is not None and metadata.inverse is not None:
+        query, key, value = (_Permuted.apply(x, metadata.order, metadata.inverse) for x in (query, key, value))
     value = value.to(query.dtype)
     parts = []
     for rows, boundaries, causal in (
-        (slice(None, layout.causal_rows), layout.boundaries[0], True),
-        (slice(layout.causal_rows, None), layout.boundaries[1], False),
+        (slice(None, metadata.causal_rows), metadata.boundaries[0], True),
+        (slice(metadata.causal_rows, None), metadata.boundaries[1], False),
     ):
         if boundaries.numel() > 1:
             q, k, v = (x[rows].flatten(0, 1).contiguous() for x in (query, key, value))
             parts.append(kernel(q, k, v, boundaries, query.size(1), causal).view_as(query[rows]))
     context = torch.cat(parts)
-    if layout.order is None or layout.inverse is None:
+    if metadata.order is None or metadata.inverse is None:
         return context
-    return _Permuted.apply(context, layout.inverse, layout.order)
+    return _Permuted.apply(context, metadata.inverse, metadata.order)
 
 
 class _Permuted(torch.autograd.Function):

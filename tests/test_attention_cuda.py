@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ops import attention_cuda, attention_metadata
-from ops.attention import attention_allowed, bucket, relative_attention, relative_layout, relative_slots
+from ops import attention, attention_cuda, attention_metadata
+from ops.attention import relative_attention
+from ops.attention_metadata import attention_allowed, bucket, fused_metadata, relative_metadata, relative_slots
 from ops.dropout import head_keys, keep_mask, keep_scale, mix64
-from ops.rope import varlen_layout
+from ops.rope import varlen_metadata
 
 # Layouts and tables
 
@@ -58,23 +59,23 @@ def test_buckets_are_antisymmetric_and_monotone(bucket_size, further):
 def test_tables_stay_where_they_are():
     """A recorded CUDA graph keeps their addresses alone: other row lengths, however many, must not free them."""
     ids = torch.zeros(1, 100, dtype=torch.int64)
-    layout = attention_cuda.fused_layout(ids, torch.tensor([True]), 32, 512)
-    kept = [weakref.ref(table) for table in layout[2:]]
-    del layout
+    metadata = fused_metadata(ids, torch.tensor([True]), 32, 512)
+    kept = [weakref.ref(table) for table in metadata[2:]]
+    del metadata
     for length in range(1, 1500, 17):
-        attention_cuda.fused_layout(ids.new_zeros(1, length), torch.tensor([True]), 32, 512)
+        fused_metadata(ids.new_zeros(1, length), torch.tensor([True]), 32, 512)
     assert all(table() is not None for table in kept)
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Tensor:
+def rows_of_documents(draw: st.DrawFn) -> Tensor:
     """Rows in which ids come back, and padding may stand anywhere."""
     batch, length = draw(st.integers(1, 2)), draw(st.integers(1, 24))
     ids = st.lists(st.integers(-2, 2), min_size=length, max_size=length)
     return torch.tensor([draw(ids) for _ in range(batch)])
 
 
-@given(ids=layouts())
+@given(ids=rows_of_documents())
 def test_a_document_is_a_run_of_one_id_everywhere(ids: Tensor):
     """Spans (kernels), the mask (reference, SDPA) and boundaries (variable-length kernels) against the definition."""
     batch, length = ids.shape
@@ -91,7 +92,7 @@ def test_a_document_is_a_run_of_one_id_everywhere(ids: Tensor):
     assert torch.equal(allowed & real, same)
     assert torch.equal(attention_allowed(ids, torch.ones(batch, dtype=torch.bool)) & real, same.tril())
     assert allowed.diagonal(dim1=1, dim2=2).all(), "no row of scores is empty"
-    boundaries = varlen_layout(ids, False).boundaries[1]
+    boundaries = varlen_metadata(ids, False).boundaries[1]
     document = torch.bucketize(torch.arange(batch * length), boundaries, right=True).view(batch, length)
     assert torch.equal((document[:, :, None] == document[:, None]) & real, same)
 
@@ -117,14 +118,14 @@ def test_kernels_that_do_not_compile_are_a_warning(monkeypatch: pytest.MonkeyPat
         assert not attention_cuda.available.__wrapped__(torch.device("cuda", 0), 64, 63)
 
 
-def test_kernels_are_wanted_in_bfloat16_unless_the_reference_is_chosen(monkeypatch: pytest.MonkeyPatch):
+def test_kernels_run_in_bfloat16_unless_the_reference_is_chosen(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_cuda, "available", lambda *_: True)
     monkeypatch.delenv("HYBRID_REFERENCE", raising=False)
     device = torch.device("cuda", 0)
-    assert attention_cuda.wanted(device, torch.bfloat16, 64, 63, True, True)
-    assert not attention_cuda.wanted(device, torch.float32, 64, 63, True, True)
+    assert attention.use_kernel(device, torch.bfloat16, 64, 63, True, True)
+    assert not attention.use_kernel(device, torch.float32, 64, 63, True, True)
     monkeypatch.setenv("HYBRID_REFERENCE", "attention")
-    assert not attention_cuda.wanted(device, torch.bfloat16, 64, 63, True, True)
+    assert not attention.use_kernel(device, torch.bfloat16, 64, 63, True, True)
 
 
 def test_fake_operators_have_the_real_shapes():
@@ -132,14 +133,14 @@ def test_fake_operators_have_the_real_shapes():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     ids = torch.zeros(2, 70, dtype=torch.int64)
-    layout = attention_cuda.fused_layout(ids, torch.tensor([True, False]), 32, 512)
+    metadata = fused_metadata(ids, torch.tensor([True, False]), 32, 512)
     with FakeTensorMode(allow_non_fake_inputs=True):
         query_key, value, positions = (
             torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
             for shape in ((2, 70, 2, 3, 64), (2, 70, 3, 64), (63, 2, 3, 64))
         )
-        layout = type(layout)(*(torch.empty(x.shape, dtype=x.dtype) for x in layout))
-        context = attention_cuda.fused_relative_attention(query_key, value, positions, layout)
+        metadata = type(metadata)(*(torch.empty(x.shape, dtype=x.dtype) for x in metadata))
+        context = attention_cuda.fused_relative_attention(query_key, value, positions, metadata)
         assert context.shape == (2, 70, 3, 64)
         assert context.dtype == torch.bfloat16
         gradients = torch.autograd.grad(context.sum(), (query_key, value, positions))
@@ -150,7 +151,7 @@ def test_fake_operators_have_the_real_shapes():
 
 
 class Case:
-    """Random inputs of one shape and layout, on the GPU."""
+    """Random inputs of one shape and metadata, on the GPU."""
 
     def __init__(
         self,
@@ -186,17 +187,17 @@ class Case:
     def fused(self) -> list[Tensor]:
         """Context and gradients of query_key, value and positions."""
         leaves = [x.clone().requires_grad_() for x in (self.query_key, self.value, self.positions)]
-        layout = attention_cuda.fused_layout(self.ids, self.causal, *self.buckets)
+        metadata = fused_metadata(self.ids, self.causal, *self.buckets)
         poison()
-        context = attention_cuda.fused_relative_attention(*leaves, layout, self.p, self.keys, self.columns)
+        context = attention_cuda.fused_relative_attention(*leaves, metadata, self.p, self.keys, self.columns)
         return [context.detach(), *torch.autograd.grad(context, leaves, self.gradient)]
 
     def eager(self) -> list[Tensor]:
         """The same by the twin in ops.attention, in bfloat16."""
         leaves = [x.clone().requires_grad_() for x in (self.query_key, self.value, self.positions)]
-        layout = relative_layout(self.ids, self.causal, *self.buckets, torch.bfloat16)
+        metadata = relative_metadata(self.ids, self.causal, *self.buckets, torch.bfloat16)
         parts = (*leaves[0].unbind(2), leaves[1], *leaves[2].unbind(1))
-        context = relative_attention(*parts, layout, self.p, self.keys, self.columns)
+        context = relative_attention(*parts, metadata, self.p, self.keys, self.columns)
         return [context.detach(), *torch.autograd.grad(context, leaves, self.gradient)]
 
     def exact(self) -> list[Tensor]:
@@ -362,8 +363,8 @@ def test_forwards_alone_where_there_is_no_room_for_more(pretend: Callable[[str, 
     assert not attention_cuda.available(device, 128, 63, False, True)
     assert attention_cuda.available(device, 128, 63, False, False)
     case = Case(3, 200, 4, 128, p=0.0)
-    layout = attention_cuda.fused_layout(case.ids, case.causal, *case.buckets)
-    context = attention_cuda.fused_relative_attention(case.query_key, case.value, case.positions, layout)
+    metadata = fused_metadata(case.ids, case.causal, *case.buckets)
+    context = attention_cuda.fused_relative_attention(case.query_key, case.value, case.positions, metadata)
     assert errors([context], case.exact()[:1])[0] < 1.2e-2
 
 
@@ -394,9 +395,9 @@ def test_kernels_drop_by_the_rule_forwards_and_backwards():
     case = Case(3, length, 2, 64, p=p)
     value = torch.eye(length, device="cuda", dtype=torch.bfloat16).view(1, length, 1, length).repeat(3, 1, 2, 1)
     value.requires_grad_()
-    layout = attention_cuda.fused_layout(case.ids, torch.zeros(3, dtype=torch.bool, device="cuda"), *case.buckets)
+    metadata = fused_metadata(case.ids, torch.zeros(3, dtype=torch.bool, device="cuda"), *case.buckets)
     context = attention_cuda.fused_relative_attention(
-        case.query_key, value, case.positions, layout, p, case.keys, case.columns
+        case.query_key, value, case.positions, metadata, p, case.keys, case.columns
     )
     (gradient,) = torch.autograd.grad(context, value, value.detach())
     mask = keep_mask(case.keys, case.columns[:length], p).transpose(1, 2)  # [B, T, H, T]
@@ -411,9 +412,9 @@ def test_kernels_drop_by_the_rule_forwards_and_backwards():
 def test_kernels_take_views():
     """Values that are a part of one projection's output, and a gradient that is not contiguous."""
     case = Case(3, 90, 4, 64)
-    layout = attention_cuda.fused_layout(case.ids, case.causal, *case.buckets)
+    metadata = fused_metadata(case.ids, case.causal, *case.buckets)
     both = torch.stack((case.value, torch.full_like(case.value, math.nan)), dim=2)
-    arguments = (case.positions, layout, case.p, case.keys, case.columns)
+    arguments = (case.positions, metadata, case.p, case.keys, case.columns)
     expected = attention_cuda.fused_relative_attention(case.query_key, case.value, *arguments)
     context = attention_cuda.fused_relative_attention(case.query_key, both[:, :, 0], *arguments)
     assert torch.equal(context, expected)
@@ -432,11 +433,11 @@ def test_kernels_take_views():
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_kernels_are_one_node_of_a_compiled_graph():
     case = Case(2, 128, 3, 64)
-    layout = attention_cuda.fused_layout(case.ids, case.causal, *case.buckets)
+    metadata = fused_metadata(case.ids, case.causal, *case.buckets)
 
     def run(query_key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
         return attention_cuda.fused_relative_attention(
-            query_key * 2, value, positions, layout, case.p, case.keys, case.columns
+            query_key * 2, value, positions, metadata, case.p, case.keys, case.columns
         ).square()
 
     results = []
@@ -451,6 +452,6 @@ def test_kernels_are_one_node_of_a_compiled_graph():
 @pytest.mark.gpu
 def test_kernels_refuse_what_they_would_misread():
     case = Case(2, 64, 2, 64)
-    layout = attention_cuda.fused_layout(case.ids[:, :-1], case.causal, *case.buckets)
+    metadata = fused_metadata(case.ids[:, :-1], case.causal, *case.buckets)
     with pytest.raises(ValueError, match=r"63\] tokens"):
-        attention_cuda.fused_relative_attention(case.query_key, case.value, case.positions, layout)
+        attention_cuda.fused_relative_attention(case.query_key, case.value, case.positions, metadata)

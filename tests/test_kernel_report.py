@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model import ModelConfig
-from ops import attention_cuda, nvrtc, residual_cuda, rope
+from ops import attention_cuda, nvrtc, residual, residual_cuda, rope
 from slurm import doctor_machine
 from slurm.doctor_table import OK, WARN
 from training import kernel_report
@@ -175,7 +175,7 @@ def test_a_model_compiled_as_a_whole_says_what_it_lacks(monkeypatch: pytest.Monk
     embeddings = SimpleNamespace(device=CUDA, size=lambda _: 768)
 
     def traced(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if residual_cuda.wanted(embeddings, 24) else x  # pyright: ignore[reportArgumentType]
+        return x + 1 if residual.use_kernel(embeddings, 24) else x  # pyright: ignore[reportArgumentType]
 
     with pytest.warns(UserWarning, match=r"torch.compile over the whole model.*compile_layers"):
         assert not torch.compile(traced, fullgraph=True, backend="eager")(torch.zeros(2)).any()

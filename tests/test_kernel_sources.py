@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops import attention_cuda, bit_sums, cross_entropy, gated_norm, lamb_cuda, nvrtc, residual_cuda
+from ops import attention_cuda, bit_sums, cross_entropy_cuda, gated_norm_cuda, lamb_cuda, nvrtc, residual_cuda
 
 # Sizes and offsets: a host compiler lays structures out as NVRTC does.
 
@@ -20,9 +20,9 @@ struct uint2 { unsigned x, y; }; struct uint4 { unsigned x, y, z, w; }; struct f
 """
 _DEFINED = {
     attention_cuda: {"HEAD_DIM": 64, "DROPOUT": 1, "FORWARD_STAGES": 2, "BACKWARD_STAGES": 2},
-    gated_norm: {"WIDTH": 768, "WARPS": 3, "TANH": 0},
+    gated_norm_cuda: {"WIDTH": 768, "WARPS": 3, "TANH": 0},
     residual_cuda: {"WIDTH": 768, "SUBLAYERS": 24, "GROUP": 3, "THREADS": 64},
-    cross_entropy: {},
+    cross_entropy_cuda: {},
     lamb_cuda: {},
     bit_sums: {},
 }
@@ -62,15 +62,15 @@ def test_parameters_are_laid_out_as_in_the_source(module):
 
 def test_a_field_that_one_side_lacks_is_found():
     """Also one that hides in the padding at the end."""
-    source, fields = plain_part(cross_entropy), cross_entropy._Params._fields_
+    source, fields = plain_part(cross_entropy_cuda), cross_entropy_cuda._Params._fields_
     more, fewer = (
         type("Params", (ctypes.Structure,), {"_fields_": changed})
         for changed in ([*fields, ("added", ctypes.c_int32)], fields[1:])
     )
-    assert ctypes.sizeof(more) == ctypes.sizeof(cross_entropy._Params)
+    assert ctypes.sizeof(more) == ctypes.sizeof(cross_entropy_cuda._Params)
     assert "added" in against_layout(source, {}, more)
     assert "sizeof" in against_layout(source, {}, fewer)
-    assert "has_more" in against_layout(source.removesuffix("};") + "  int added;\n};", {}, cross_entropy._Params)
+    assert "has_more" in against_layout(source.removesuffix("};") + "  int added;\n};", {}, cross_entropy_cuda._Params)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -94,7 +94,7 @@ def test_further_sizes_are_those_of_the_sources():
     assert not complaints(plain_part(bit_sums), {}, [chunks])
     states = f"MAX_STATES == {residual_cuda._MAX_STATES} && MAX_GROUP == {residual_cuda._MAX_GROUP}"
     assert not complaints(plain_part(residual_cuda), _DEFINED[residual_cuda], [states])
-    assert not complaints(plain_part(cross_entropy), {}, [f"THREADS == {cross_entropy._THREADS}"])
+    assert not complaints(plain_part(cross_entropy_cuda), {}, [f"THREADS == {cross_entropy_cuda._THREADS}"])
 
 
 # The cache of compiled code
@@ -129,14 +129,14 @@ def cached_files(tmp_path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "changed"])
 def test_a_damaged_file_of_compiled_code_is_made_anew(compiler: Compiler, tmp_path: Path, damage: str):
-    code = nvrtc.compiled(cross_entropy._SOURCE, "sm_90a", [])
-    assert nvrtc.compiled(cross_entropy._SOURCE, "sm_90a", []) == code
+    code = nvrtc.compiled(cross_entropy_cuda._SOURCE, "sm_90a", [])
+    assert nvrtc.compiled(cross_entropy_cuda._SOURCE, "sm_90a", []) == code
     assert compiler.calls == 1, "the second time it comes from the cache"
     (file,) = cached_files(tmp_path)
     whole = file.read_bytes()
     file.write_bytes({"empty": b"", "cut": whole[:-7], "changed": whole[:-1] + b"?"}[damage])
-    assert nvrtc.compiled(cross_entropy._SOURCE, "sm_90a", []) == code
-    assert nvrtc.compiled(cross_entropy._SOURCE, "sm_90a", []) == code
+    assert nvrtc.compiled(cross_entropy_cuda._SOURCE, "sm_90a", []) == code
+    assert nvrtc.compiled(cross_entropy_cuda._SOURCE, "sm_90a", []) == code
     assert compiler.calls == 2, "made anew once, and kept"
     assert file.read_bytes() == whole
 
@@ -146,8 +146,8 @@ def test_a_full_disk_keeps_no_part_of_a_file(compiler: Compiler, tmp_path: Path,
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert nvrtc.compiled(cross_entropy._SOURCE, "sm_90a", []) == compiler.compile()
-    assert nvrtc.compiled(cross_entropy._SOURCE, "sm_90a", ["-DX"]) == compiler.compile()
+    assert nvrtc.compiled(cross_entropy_cuda._SOURCE, "sm_90a", []) == compiler.compile()
+    assert nvrtc.compiled(cross_entropy_cuda._SOURCE, "sm_90a", ["-DX"]) == compiler.compile()
     assert not cached_files(tmp_path)
 
 
@@ -163,13 +163,13 @@ def misaligned(*shape: int) -> Tensor:
 def test_tensors_at_odd_addresses_are_copied():
     x = misaligned(2, 3, 2, 4, 64)
     assert x.data_ptr() % 16
-    copies = (attention_cuda._with_dense_heads(x), gated_norm._rows(x).view(x.shape), nvrtc.aligned(x))
-    for copy in (*copies, gated_norm._dense(x).view(x.shape)):
+    copies = (attention_cuda._with_dense_heads(x), gated_norm_cuda._rows(x).view(x.shape), nvrtc.aligned(x))
+    for copy in (*copies, gated_norm_cuda._dense(x).view(x.shape)):
         assert copy.data_ptr() % 16 == 0
         assert torch.equal(copy, x)
     whole = torch.zeros(2, 3, 256, dtype=torch.bfloat16)
     assert nvrtc.aligned(whole) is whole
-    assert gated_norm._rows(whole).data_ptr() == whole.data_ptr()
+    assert gated_norm_cuda._rows(whole).data_ptr() == whole.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_tensors_at_odd_addresses_are_copied():
 )
 def test_rows_are_where_the_kernel_looks_for_them(view):
     x = view(torch.arange(5 * 256.0).bfloat16().view(1, 5, 256))
-    rows = gated_norm._rows(x)
+    rows = gated_norm_cuda._rows(x)
     assert rows.data_ptr() % 16 == 0
     assert rows.stride(1) == 1
     read = torch.as_strided(rows, (x[..., 0].numel(), x.size(-1)), (rows.stride(0), 1))
@@ -197,4 +197,4 @@ def test_rows_are_where_the_kernel_looks_for_them(view):
 def test_a_gated_norm_of_two_shapes_is_refused():
     value, gate = torch.zeros(4, 256, dtype=torch.bfloat16), torch.zeros(3, 256, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"gate .*\[3, 256\] for value \[4, 256\]"):
-        gated_norm._launch("gated_norm_forward", False, 1e-5, value=value, gate=gate)
+        gated_norm_cuda._launch("gated_norm_forward", False, 1e-5, value=value, gate=gate)

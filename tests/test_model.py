@@ -10,8 +10,9 @@ import model as model_module
 import ops.dropout as dropout_module
 from model import ModelConfig
 from model_extra import GPTBert
-from ops.attention import RelativeAttentionMetadata, relative_attention, relative_layout
-from ops.attention_cuda import FusedAttentionMetadata
+from ops import attention
+from ops.attention import relative_attention
+from ops.attention_metadata import FusedAttentionMetadata, RelativeAttentionMetadata, relative_metadata
 from ops.dropout import DropoutKeys
 from training.compiling import compile_layers
 
@@ -264,10 +265,18 @@ def test_cuda_agrees_with_the_cpu_and_never_waits(kind):
     torch.testing.assert_close(logits.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
-def by_the_twin(query_key, value, positions, layout: FusedAttentionMetadata, p=0.0, keys=None, columns=None) -> Tensor:
-    """`fused_relative_attention` on any device: the plain attention, from what the kernels are given."""
-    first, end = layout.spans.unbind(-1)
-    plain = relative_layout(torch.where(end > 0, first, -1).long(), layout.causal, 6, 20, value.dtype)
+def by_the_reference(
+    query_key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    metadata: FusedAttentionMetadata,
+    p=0.0,
+    keys=None,
+    columns=None,
+) -> Tensor:
+    """`fused_relative_attention` on any device: the reference, from what the kernels are given."""
+    first, end = metadata.spans.unbind(-1)
+    plain = relative_metadata(torch.where(end > 0, first, -1).long(), metadata.causal, 6, 20, value.dtype)
     parts = (*query_key.unbind(2), value, *positions.unbind(1))
     return relative_attention(*parts, plain, p, keys, columns)
 
@@ -282,8 +291,8 @@ def test_kernels_are_given_what_the_twin_is(monkeypatch: pytest.MonkeyPatch, mod
     results = []
     for fused in (False, True):
         if fused:
-            monkeypatch.setattr(model_module, "wanted", lambda *_: True)
-            monkeypatch.setattr(model_module, "fused_relative_attention", by_the_twin)
+            monkeypatch.setattr(attention, "use_kernel", lambda *_: True)
+            monkeypatch.setattr(attention, "fused_relative_attention", by_the_reference)
         model.zero_grad()
         logits = model(input_ids, document_ids, causal, None, keys_for(4))
         logits.square().mean().backward()
@@ -310,9 +319,11 @@ def test_kernels_in_the_model_agree_with_the_twin_and_never_wait(monkeypatch: py
         return [logits.detach().float()] + [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     monkeypatch.delenv("HYBRID_REFERENCE", raising=False)
-    assert isinstance(model._layout(document_ids, causal), RelativeAttentionMetadata), "float32 is the twin's"
+    assert isinstance(model._attention_metadata(document_ids, causal), RelativeAttentionMetadata), (
+        "float32 runs by the reference"
+    )
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        assert isinstance(model._layout(document_ids, causal), FusedAttentionMetadata)
+        assert isinstance(model._attention_metadata(document_ids, causal), FusedAttentionMetadata)
     exact = torch.cat([x.flatten() for x in step(False)])
     step(True)  # libraries are set up on first use
     torch.cuda.synchronize()

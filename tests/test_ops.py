@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops import attention, depth_average, dropout, rope
+from ops import attention, attention_metadata, depth_average, dropout, rope
 from ops.dropout import DropoutKeys
 
 CPU = torch.device("cpu")
@@ -185,11 +185,11 @@ def bucket_by_definition(distance: int, bucket_size: int, max_position: int) -> 
 def test_buckets(bucket_size: int, max_position: int):
     reach = max_position + 50
     distances = torch.arange(-reach, reach + 1)
-    buckets = attention.bucket(distances, bucket_size, max_position)
+    buckets = attention_metadata.bucket(distances, bucket_size, max_position)
     expected = [bucket_by_definition(d, bucket_size, max_position) for d in distances.tolist()]
     assert buckets.tolist() == expected
     assert buckets.abs().max() <= bucket_size - 1, "every bucket has a slot"
-    slots = attention.relative_slots(reach, bucket_size, max_position, CPU)
+    slots = attention_metadata.relative_slots(reach, bucket_size, max_position, CPU)
     for i, j in ((0, 0), (5, 2), (2, 5), (reach - 1, 0), (0, reach - 1)):
         assert slots[i, j] == bucket_size - 1 + bucket_by_definition(i - j, bucket_size, max_position)
 
@@ -232,8 +232,8 @@ def attention_by_definition(content, positions, ids, causal, bucket_size: int, m
 
 def test_relative_attention_is_its_definition():
     content, positions, ids, causal = relative_inputs()
-    layout = attention.relative_layout(ids, causal, 4, 12)
-    context = attention.relative_attention(*content, *positions, layout)
+    metadata = attention_metadata.relative_metadata(ids, causal, 4, 12)
+    context = attention.relative_attention(*content, *positions, metadata)
     with torch.no_grad():
         expected = attention_by_definition(content, positions, ids, causal, 4, 12)
     torch.testing.assert_close(context, expected.float(), rtol=1e-5, atol=1e-6)
@@ -242,13 +242,13 @@ def test_relative_attention_is_its_definition():
 def test_products_with_one_hot_matrices_are_gathering():
     """The form for GPUs against its slow twin, with gradients."""
     content, positions, ids, causal = relative_inputs()
-    layout = attention.relative_layout(ids, causal, 4, 12)
-    assert layout.one_hot is None, "a CPU gathers"
-    by_product = layout._replace(one_hot=attention.one_hot_slots(layout.slots, 8, torch.float32))
+    metadata = attention_metadata.relative_metadata(ids, causal, 4, 12)
+    assert metadata.one_hot is None, "a CPU gathers"
+    by_product = metadata._replace(one_hot=attention_metadata.one_hot_slots(metadata.slots, 8, torch.float32))
     leaves = [*content, *positions]
     weights = torch.randn(3, 21, 2, 8)
     results = []
-    for form in (layout, by_product):
+    for form in (metadata, by_product):
         context = attention.relative_attention(*content, *positions, form)
         results.append((context, *torch.autograd.grad((context * weights).sum(), leaves)))
     for first, second in zip(*results, strict=True):
@@ -257,12 +257,12 @@ def test_products_with_one_hot_matrices_are_gathering():
 
 def test_attention_dropout_drops_probabilities():
     content, positions, ids, causal = relative_inputs()
-    layout = attention.relative_layout(ids, causal, 4, 12)
+    metadata = attention_metadata.relative_metadata(ids, causal, 4, 12)
     states = dropout.dropout_states(DropoutKeys(row_keys(3), torch.tensor(2)), 21, 21)
     keys = dropout.head_keys(states.tokens, 5, 2)
     identity = torch.eye(21).view(1, 21, 1, 21).expand(3, 21, 2, 21)  # as values: the context is the probabilities
     plain, dropped = (
-        attention.relative_attention(content[0], content[1], identity, *positions, layout, p, keys, states.columns)
+        attention.relative_attention(content[0], content[1], identity, *positions, metadata, p, keys, states.columns)
         for p in (0.0, 0.3)
     )
     mask = dropout.keep_mask(keys, states.columns, 0.3).transpose(1, 2)
@@ -272,7 +272,9 @@ def test_attention_dropout_drops_probabilities():
 def test_relative_attention_of_a_padded_row_is_zero_and_has_no_nan_gradient():
     content, positions, ids, causal = relative_inputs()
     ids[1] = -1
-    context = attention.relative_attention(*content, *positions, attention.relative_layout(ids, causal, 4, 12))
+    context = attention.relative_attention(
+        *content, *positions, attention_metadata.relative_metadata(ids, causal, 4, 12)
+    )
     assert not context[ids < 0].any()
     context.square().sum().backward()
     for tensor in (*content, *positions):
@@ -295,7 +297,7 @@ def rope_inputs(batch: int = 4, length: int = 19, heads: int = 2, head_dim: int 
 
 def test_rope_attention_is_its_definition():
     (query, key, value), ids, causal = rope_inputs()
-    context = rope.rope_attention(query, key, value, rope.rope_layout(ids, causal, 8, 100.0, torch.float32))
+    context = rope.rope_attention(query, key, value, rope.rope_metadata(ids, causal, 8, 100.0, torch.float32))
     turn = torch.arange(19).double()[:, None] * 100.0 ** (-torch.arange(4).double() / 4)
     turn = torch.polar(torch.ones_like(turn), turn)[:, None]
 
@@ -317,9 +319,9 @@ def test_rope_attention_is_its_definition():
 
 def test_rope_scores_depend_on_distance_alone():
     query, key = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
-    layout = rope.rope_layout(torch.zeros(1, 40, dtype=torch.int64), False, 16, 10000.0, torch.float32)
-    rotated_query = rope.rotate(query.expand(1, 40, 1, 16), layout.cos, layout.sin)[0, :, 0]
-    rotated_key = rope.rotate(key.expand(1, 40, 1, 16), layout.cos, layout.sin)[0, :, 0]
+    metadata = rope.rope_metadata(torch.zeros(1, 40, dtype=torch.int64), False, 16, 10000.0, torch.float32)
+    rotated_query = rope.rotate(query.expand(1, 40, 1, 16), metadata.cos, metadata.sin)[0, :, 0]
+    rotated_key = rope.rotate(key.expand(1, 40, 1, 16), metadata.cos, metadata.sin)[0, :, 0]
     scores = rotated_query @ rotated_key.t()
     for offset in (0, 1, 7, -13):
         diagonal = scores.diagonal(offset)
@@ -344,14 +346,14 @@ def test_variable_length_form_is_the_masked_form(causal, expected: int | None):
         return torch.cat(parts)
 
     (query, key, value), ids, _ = rope_inputs()
-    layout = rope.rope_layout(ids, causal, 8, 10000.0, torch.float32)
+    metadata = rope.rope_metadata(ids, causal, 8, 10000.0, torch.float32)
     sizes, rows = None, torch.as_tensor(causal).expand(4)
     if expected is not None:  # more documents than there are
         sizes = rope.VarlenSizes(int(rows.sum()), expected * bool(rows.any()), expected * bool((~rows).any()))
-    varlen = layout._replace(varlen=rope.varlen_layout(ids, causal, sizes), kernel=kernel)
+    varlen = metadata._replace(varlen=rope.varlen_metadata(ids, causal, sizes), kernel=kernel)
     weights = torch.randn(4, 19, 2, 8)
     results = []
-    for form in (layout, varlen):
+    for form in (metadata, varlen):
         context = rope.rope_attention(query, key, value, form)
         results.append((context, *torch.autograd.grad((context * weights).sum(), (query, key, value))))
     for first, second in zip(*results, strict=True):
@@ -366,9 +368,9 @@ def test_variable_length_kernel_on_cuda():
     query, key, value = (torch.randn(4, 64, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     ids = (torch.arange(64, device="cuda").expand(4, 64) // 23).clone()
     causal = torch.tensor([False, True, False, True], device="cuda")
-    fast = rope.rope_layout(ids, causal, 64, 10000.0, torch.bfloat16)
+    fast = rope.rope_metadata(ids, causal, 64, 10000.0, torch.bfloat16)
     assert fast.varlen is not None
-    slow = rope.rope_layout(ids, causal, 64, 10000.0, torch.float32)
+    slow = rope.rope_metadata(ids, causal, 64, 10000.0, torch.float32)
     expected = rope.rope_attention(query.float(), key.float(), value.float(), slow)
     context = rope.rope_attention(query, key, value, fast)
     torch.testing.assert_close(context.float(), expected, rtol=2e-2, atol=2e-2)

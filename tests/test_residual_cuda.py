@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops import cross_entropy, gated_norm, residual_cuda
+from ops import gated_norm, gated_norm_cuda, residual, residual_cuda
+from ops.cross_entropy import target_scores
 from ops.dropout import DropoutKeys, DropoutStates, dropout_states
 from ops.residual import ResidualStream
 from ops.residual_cuda import FusedResidualStream
@@ -109,9 +110,9 @@ def test_second_derivatives_are_refused():
     half = x.detach().bfloat16().requires_grad_()
     labels = torch.zeros(9, dtype=torch.int64, device="cuda")
     for out in (
-        gated_norm.fused_gated_norm(half, half, 1e-5, "none").square(),
-        gated_norm.fused_gated_pair_norm(torch.cat([half, half], dim=-1), 1e-5, "tanh").square(),
-        cross_entropy.target_scores(half[0], labels)[0].square(),
+        gated_norm_cuda.fused_gated_norm(half, half, 1e-5, "none").square(),
+        gated_norm_cuda.fused_gated_pair_norm(torch.cat([half, half], dim=-1), 1e-5, "tanh").square(),
+        target_scores(half[0], labels)[0].square(),
     ):
         (gradient,) = torch.autograd.grad(out.sum(), half, create_graph=True)
         with pytest.raises(RuntimeError, match="no autograd formula was registered"):
@@ -123,7 +124,7 @@ def test_a_label_outside_of_the_vocabulary_is_a_loss_of_nan():
     """Whatever lies beyond the logits; other rows are as they were."""
     logits = torch.randn(4, 64, device="cuda").bfloat16()
     labels = torch.tensor([3, -100, 64, 2**33], device="cuda")
-    loss, _, correct = cross_entropy.target_scores(logits, labels)
+    loss, _, correct = target_scores(logits, labels)
     assert loss.isnan().tolist() == [False, True, True, True]
     torch.testing.assert_close(loss[0], F.cross_entropy(logits[0].float(), labels[0]))
     assert not correct[1:].any()
@@ -138,10 +139,10 @@ def test_kernels_read_tensors_at_odd_addresses():
     results = []
     for place in (lambda x: x, odd):
         leaves = [place(x).requires_grad_() for x in (value, gate)]
-        out = gated_norm.fused_gated_norm(*leaves, 1e-5, "none")
+        out = gated_norm_cuda.fused_gated_norm(*leaves, 1e-5, "none")
         results.append([out, *torch.autograd.grad(out, leaves, place(dout))])
         logits = place(value[0]).requires_grad_()
-        loss = cross_entropy.target_scores(logits, torch.tensor([1, 2, 3], device="cuda"))[0]
+        loss = target_scores(logits, torch.tensor([1, 2, 3], device="cuda"))[0]
         results[-1] += [loss, *torch.autograd.grad(loss.sum(), logits)]
     for plain, moved in zip(*results, strict=True):
         assert torch.equal(plain, moved)
@@ -180,17 +181,17 @@ def test_the_stream_without_gradients():
 
 def test_kernels_are_for_cuda_alone():
     x = torch.zeros(1, 2, 128)
-    assert not residual_cuda.wanted(x, 4)
-    assert not gated_norm.wanted(x.device, 128)
+    assert not residual.use_kernel(x, 4)
+    assert not gated_norm.use_kernel(x.device, 128)
     assert not residual_cuda.available(x.device, 128, 4)
-    assert not gated_norm.available(x.device, 128)
+    assert not gated_norm_cuda.available(x.device, 128)
 
 
 def test_every_thread_of_a_row_has_as_many_features():
     for width in range(32, 8193, 32):
-        warps = gated_norm._warps(width)
+        warps = gated_norm_cuda._warps(width)
         assert not warps or (width % (32 * warps * 4) == 0 and width // (32 * warps) <= 24)
-    assert all(gated_norm._warps(width) for width in (128, 384, 768, 1024, 1280, 2560, 2752, 4096)[:-2])
+    assert all(gated_norm_cuda._warps(width) for width in (128, 384, 768, 1024, 1280, 2560, 2752, 4096)[:-2])
 
 
 @gpu
@@ -204,7 +205,7 @@ def test_the_gated_norm_is_its_definition(shape: tuple[int, ...], approximate: s
     for form, dtype in ((gated_norm.gated_norm, torch.float64), (gated_norm.gated_norm, torch.bfloat16), (None, None)):
         if form is None:
             leaves = [x.clone().requires_grad_() for x in (value, gate)]
-            out = gated_norm.fused_gated_norm(*leaves, 1e-5, approximate)
+            out = gated_norm_cuda.fused_gated_norm(*leaves, 1e-5, approximate)
         else:
             leaves = [x.to(dtype, copy=True).requires_grad_() for x in (value, gate)]
             out = form(*leaves, 1e-5, approximate)
@@ -214,7 +215,7 @@ def test_the_gated_norm_is_its_definition(shape: tuple[int, ...], approximate: s
     for mine, theirs in zip(relative_error(ours, exact), relative_error(twin, exact), strict=True):
         assert mine < 1.1 * theirs + 1e-4
     pair = torch.cat([value, gate], dim=-1).requires_grad_()
-    out = gated_norm.fused_gated_pair_norm(pair, 1e-5, approximate)
+    out = gated_norm_cuda.fused_gated_pair_norm(pair, 1e-5, approximate)
     out.backward(dout)
     assert torch.equal(out, ours[0])
     assert pair.grad is not None
@@ -225,14 +226,14 @@ def test_the_gated_norm_is_its_definition(shape: tuple[int, ...], approximate: s
 def test_the_gated_norm_of_slices_and_of_nothing():
     wide = torch.randn(3, 5, 3 * 256, device="cuda").bfloat16()
     value, gate = wide[..., 256:512], wide[..., 512:]
-    expected = gated_norm.fused_gated_norm(value.contiguous(), gate.contiguous(), 1e-5, "none")
-    assert torch.equal(gated_norm.fused_gated_norm(value, gate, 1e-5, "none"), expected)
+    expected = gated_norm_cuda.fused_gated_norm(value.contiguous(), gate.contiguous(), 1e-5, "none")
+    assert torch.equal(gated_norm_cuda.fused_gated_norm(value, gate, 1e-5, "none"), expected)
     odd = wide[..., 1:257]  # not at a 16-byte boundary
     assert torch.equal(
-        gated_norm.fused_gated_norm(odd, gate, 1e-5, "none"),
-        gated_norm.fused_gated_norm(odd.contiguous(), gate.contiguous(), 1e-5, "none"),
+        gated_norm_cuda.fused_gated_norm(odd, gate, 1e-5, "none"),
+        gated_norm_cuda.fused_gated_norm(odd.contiguous(), gate.contiguous(), 1e-5, "none"),
     )
-    assert gated_norm.fused_gated_norm(value[:0], gate[:0], 1e-5, "none").shape == (0, 5, 256)
+    assert gated_norm_cuda.fused_gated_norm(value[:0], gate[:0], 1e-5, "none").shape == (0, 5, 256)
 
 
 @gpu
@@ -241,7 +242,7 @@ def test_the_gated_norm_compiles_into_one_graph():
     value, gate = (torch.randn(4, 6, 256, device="cuda").bfloat16().requires_grad_() for _ in range(2))
 
     def function(value: Tensor, gate: Tensor) -> Tensor:
-        return F.relu(gated_norm.fused_gated_norm(value * 2, gate, 1e-5, "tanh")).float().square().sum()
+        return F.relu(gated_norm_cuda.fused_gated_norm(value * 2, gate, 1e-5, "tanh")).float().square().sum()
 
     forms = (function, torch.compile(function, fullgraph=True))
     gradients = [torch.autograd.grad(form(value, gate), [value, gate]) for form in forms]

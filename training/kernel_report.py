@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from model import ModelConfig
-from ops import attention_cuda, cross_entropy, gated_norm, lamb_cuda, residual_cuda, rope
+from ops import attention_cuda, cross_entropy_cuda, gated_norm_cuda, lamb_cuda, residual_cuda, rope
 from ops.reference import reference_chosen
 from training.config import TrainingConfig
 
@@ -85,8 +85,8 @@ def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -
             name,
             "norm",
             False,
-            gated_norm.obstacle(device, features),
-            partial(gated_norm.available, device, features),
+            gated_norm_cuda.obstacle(device, features),
+            partial(gated_norm_cuda.available, device, features),
         )
         for name, features in [("gate norm", width)] * averages + [("feed-forward norm", model.intermediate_size)]
     ]
@@ -94,8 +94,8 @@ def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -
         "loss",
         "loss",
         False,
-        cross_entropy.obstacle(device, model.vocab_size),
-        lambda: cross_entropy.available(device, model.vocab_size),
+        cross_entropy_cuda.obstacle(device, model.vocab_size),
+        lambda: cross_entropy_cuda.available(device, model.vocab_size),
     )
     kernels = [attention, residual, *norms, loss]
     if config.optimizer == "lamb":
