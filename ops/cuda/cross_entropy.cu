@@ -1,5 +1,5 @@
 // Cross-entropy over a vocabulary from bfloat16 logits, without logits in float32. Compiled at run time by
-// ops/cross_entropy.py, which documents the arguments. A block does a row; its threads keep running sums of
+// ops/cross_entropy_cuda.py, which documents the arguments. A block does a row; its threads keep running sums of
 // exp(logit - maximum), so that each logit is read once. Everything is computed in float32.
 
 typedef unsigned int u32;

@@ -1,6 +1,6 @@
 // layer_norm(value * gelu(gate)) without affine weights, forward and backward, in one pass over memory each. Compiled at
-// run time by ops/gated_norm.py, which defines WIDTH (features of a row), WARPS (that share a row) and TANH (1: gelu's
-// tanh approximation, 0: gelu itself), and documents the arguments. Everything is computed in float32.
+// run time by ops/gated_norm_cuda.py, which defines WIDTH (features of a row), WARPS (that share a row) and TANH
+// (1: gelu's tanh approximation, 0: gelu itself), and documents the arguments. Everything is computed in float32.
 
 typedef unsigned int u32;
 typedef long long i64;

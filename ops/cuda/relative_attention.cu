@@ -70,7 +70,7 @@ struct Params {
   const int *spans;            // [B, T, 2]: first and last + 1 token of each token's document; 0, 0 for padding
   const u8 *causal;            // [B]
   const int *slots;            // [2 * padded + 1]: u(e) for e from -padded
-  const uint2 *fragments;      // [number, 32]: one-hot operands, see ops/attention_cuda.py
+  const uint2 *fragments;      // [number, 32]: one-hot operands, see ops/attention_metadata.py
   const int4 *groups;          // [8]: first and last step of distances that hold the group's slots, base of fragments
   const int *row_hash;         // [B, H, T]
   const int *column_hash;      // [>= T]
