@@ -250,7 +250,7 @@ def print_next_lines(todo: list[Step], folder: Path, seconds: float) -> None:
         "The model for Hugging Face transformers": [
             (interpreter, "export/to_huggingface.py", str(run), str(folder / "exported"))
         ],
-        "Every flag, for your own corpus (README.md explains them)": [(interpreter, "train_single_gpu.py", "--help")],
+        "Every flag, for your own corpus (see training/README.md)": [(interpreter, "train_single_gpu.py", "--help")],
     }
     print(f"\nDone in {seconds:.0f} s. Look at {folder / 'metrics.png'} and, in a browser, {run / 'report.html'}.")
     print("What to type next:")

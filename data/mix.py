@@ -51,7 +51,9 @@ def read_mix(path: Path) -> list[tuple[str, float]]:
     try:
         mix = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CorpusError(f"{path}: cannot be read as a mix file ({error}); see README, 'Mixing sources'") from error
+        raise CorpusError(
+            f"{path}: cannot be read as a mix file ({error}); see preprocessing/README.md, 'Mixing sources'"
+        ) from error
     sources = mix.get("sources") if isinstance(mix, dict) else None
     if not isinstance(sources, list) or not sources:
         raise CorpusError(f'{path}: a mix file is {{"sources": [{{"path": ..., "repeat": 1}}, ...]}} with one or more')

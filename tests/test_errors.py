@@ -77,7 +77,7 @@ def test_exit_codes_are_those_of_the_readme():
     assert {kind.code for kind in KINDS.values()} == {1, 2, 3, 75}
     assert [kind_of_code(code) for code in (1, 2, 3, 75, 137, 7)] == [BUG, USER, NOT_FINITE, HARDWARE, HARDWARE, BUG]
     assert [kind for kind in KINDS.values() if kind.retried] == [HARDWARE]
-    table = (ROOT / "README.md").read_text().split("| exit code |")[1].split("\n\n")[0]
+    table = (ROOT / "training" / "README.md").read_text().split("| exit code |")[1].split("\n\n")[0]
     for code in ("0", "1", "2", "3", "75", "130", "143"):
         assert f"\n| {code}" in table, code
 

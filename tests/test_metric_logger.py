@@ -22,7 +22,7 @@ from training.environment import Environment
 from training.metric_logger import keep_until, read_metrics, wandb_mode
 from training.status import begin_attempt
 
-README = ROOT / "README.md"
+README = ROOT / "training" / "README.md"
 
 
 @pytest.fixture(scope="module")
