@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from data.cli import closest
 
 
 class ModelConfigError(ValueError):
@@ -86,8 +87,8 @@ class ModelConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
-                hint = f'did you mean "{close[0]}"?' if close else f"the keys are {', '.join(known)}"
+                close = closest(key, known)
+                hint = f'did you mean "{close}"?' if close else f"the keys are {', '.join(known)}"
                 raise ModelConfigError(f'unknown key "{key}"; {hint}')
         for field in dataclasses.fields(cls):
             if field.default is dataclasses.MISSING and field.name not in values:

@@ -12,7 +12,6 @@ the second half of the steps, without those in which a rank ran its last micro-b
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import statistics
@@ -28,6 +27,7 @@ import torch
 
 import training.loop
 from benchmarks.timing import has_cuda
+from data.cli import Parser
 from training.distributed import World, single_world, start_world
 from training.gradients import GradientBuckets
 from training.step import InFlightStep, TrainState
@@ -112,7 +112,7 @@ _train_step, _train = training.loop.train_step, training.loop.train
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--bucket_mib", type=float, default=0.0, help="size of a sum in MiB (default: as in training)")
     parser.add_argument("--trace", default="", help="folder for traces of kernels")
     options, flags = parser.parse_known_args()

@@ -12,7 +12,6 @@ installed) computes the same scores and has no dropout.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.timing import has_cuda, time_of, write_results
+from data.cli import Parser
 from ops.attention import relative_attention
 from ops.attention_cuda import available, fused_relative_attention
 from ops.attention_metadata import fused_metadata, relative_metadata
@@ -153,7 +153,7 @@ def measure(make: Callable[[Inputs], Callable[[], Tensor]], x: Inputs, repetitio
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--seq_length", type=int, nargs="+", default=[128, 256, 512], help="row lengths in tokens")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens in all (default: 32768)")
     parser.add_argument("--heads", type=int, default=12)

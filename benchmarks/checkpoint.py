@@ -9,7 +9,6 @@ bytes take as one file that is written and flushed, without checksums: the disk'
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -26,6 +25,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import torch
 
 from benchmarks.timing import write_results
+from data.cli import Parser
 from model import ModelConfig
 from model_extra import build_model
 from training.checkpoint import open_checkpoint, write_checkpoint
@@ -50,7 +50,7 @@ def write_plain(path: Path, data: memoryview) -> None:
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--config", default=str(_ROOT / "configs/base.json"), help="model configuration")
     parser.add_argument("--folder", default=None, help="where to write (default: a temporary folder)")
     parser.add_argument("--repetitions", type=int, default=5, help="of each measurement (default: 5)")

@@ -13,7 +13,6 @@ CUDA graph of both passes can be recorded.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -29,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.timing import has_cuda, time_of, write_results
+from data.cli import Parser
 from ops.cross_entropy import target_scores
 from ops.cross_entropy_cuda import available
 
@@ -163,7 +163,7 @@ def measure(make: Callable[[Inputs], Callable[[], Tensor]], x: Inputs, repetitio
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--targets", type=int, nargs="+", default=[6656, 32768], help="targets in a micro-batch")
     parser.add_argument("--vocabulary", type=int, default=16384)
     parser.add_argument("--hidden_size", type=int, default=768)

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.timing import write_results
+from data.cli import Parser
 from data.corpus import Corpus, TokenStream
 from data.loader import BatchBuilder
 from data.masking import MaskingOptions
@@ -139,7 +140,7 @@ def scale_shards(options: argparse.Namespace) -> list[dict[str, float]]:
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--tokens", type=int, default=1_000_000_000, help="size of the corpus in tokens (default: 1e9)")
     parser.add_argument("--mean_length", type=int, default=500, help="mean document length in tokens (default: 500)")
     parser.add_argument(

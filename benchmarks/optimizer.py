@@ -10,7 +10,6 @@ is the traffic of the fused passes at the rate of a large copy in the same proce
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -26,6 +25,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import torch
 
 from benchmarks.timing import has_cuda, times_of, write_results
+from data.cli import Parser
 from model import ModelConfig
 from model_extra import build_model
 from ops.bit_sums import BitSums
@@ -80,7 +80,7 @@ def what_is_timed(name: str, update: OptimizerStep) -> Callable[[], Any]:
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--config", default=str(_ROOT / "configs/base.json"), help="model configuration")
     parser.add_argument("--repetitions", type=int, default=50, help="of each measurement (default: 50)")
     parser.add_argument("--output", default="", help="JSON file for the results")

@@ -8,7 +8,6 @@ averaged weights. How the committed figures were made: benchmarks/README.md, "Tr
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from data.cli import Parser
 from report.plot import STYLE
 from training.metric_logger import read_metrics
 
@@ -102,7 +102,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--labels", nargs="+", metavar="NAME", help="names to show (default: the folders')")
     parser.add_argument("--plot", type=Path, help="picture to draw")

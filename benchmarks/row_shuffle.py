@@ -8,7 +8,6 @@ On the CPU; nothing is trained.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import numpy as np
 
+from data.cli import Parser
 from data.corpus import OCCURRENCE_SHIFT, Corpus, TokenStream
 from data.plan import MASKED, DataPlan
 from data.row_shuffle import RowShuffle
@@ -38,7 +38,7 @@ def _with_starts(corpus: Corpus):
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("shards", help="shard folder, file or glob")
     parser.add_argument("--global_batch_size", type=int, default=512, help="rows (default: 512)")
     parser.add_argument("--seq_length", type=int, default=128, help="tokens per row (default: 128)")

@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.synthetic import write_inputs
 from benchmarks.timing import write_results
+from data.cli import Parser
 from model import ModelConfig
 from training.metric_logger import read_metrics
 
@@ -138,7 +139,7 @@ def show(case: dict[str, Any]) -> None:
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--config", default=str(_ROOT / "configs/base.json"), help="model configuration")
     parser.add_argument("--seq_length", type=int, default=128, help="row length in tokens (default: 128)")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens per micro-batch and GPU (default: 32768)")

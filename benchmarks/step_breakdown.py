@@ -8,7 +8,6 @@ Called by benchmarks/throughput.py. A kernel belongs to the part whose forward o
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -26,6 +25,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from data.cli import Parser
 from ops.reference import VARIABLE, reference_parts
 from training import forward_backward, loop, update
 from training.distributed import single_world
@@ -92,9 +92,7 @@ def _mark(function: Callable[..., Any], part: str) -> Callable[..., Any]:
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0], epilog="All other flags are those of train_single_gpu.py."
-    )
+    parser = Parser((__doc__ or "").split("\n")[0], epilog="All other flags are those of train_single_gpu.py.")
     parser.add_argument("--max_steps", type=int, default=6, help="steps to train (default: 6)")
     options, flags = parser.parse_known_args()
     if not torch.cuda.is_available():

@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.synthetic import write_inputs
 from benchmarks.timing import time_of, write_results
+from data.cli import Parser
 from model import ModelConfig
 from training.metric_logger import read_metrics
 from training.summary import peak_flops
@@ -152,7 +153,7 @@ def matmul_flops(size: int = 8192) -> float:
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--config", default=str(_ROOT / "configs/base.json"), help="model configuration")
     parser.add_argument("--seq_length", type=int, nargs="+", default=[128, 256, 512], help="row lengths in tokens")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens per micro-batch (default: 32768)")

@@ -20,9 +20,9 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import torch
 from tokenizers import pre_tokenizers
 
+from data.cli import Parser
 from evaluation.generation import (
     LoadedModel,
-    Parser,
     Sampling,
     UsageError,
     add_model_flags,

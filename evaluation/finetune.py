@@ -30,10 +30,11 @@ import numpy as np
 import torch
 
 from data.atomic_io import write_atomically
+from data.cli import Parser
 from evaluation.finetune_data import Task, find_tasks, read_task
 from evaluation.finetune_metrics import measures
 from evaluation.finetune_training import Finetuner, Settings, encode
-from evaluation.generation import Parser, UsageError, add_model_flags, load, run
+from evaluation.generation import UsageError, add_model_flags, load, run
 from model import LTGBert
 from training.compiling import compile_layers
 

@@ -13,12 +13,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from data.cli import Parser
 from evaluation.kv_cache import CachedDecoder, LanguageModel, UncachedDecoder
 from model import LTGBert, ModelConfigError
 from training.checkpoint import CheckpointError, load_model
@@ -206,7 +206,7 @@ class TextStream:
         return new
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
+def add_model_flags(parser: Parser) -> None:
     """The flags that choose a model: MODEL, --ema and --device."""
     parser.add_argument(
         "model", metavar="MODEL", help="run folder (its newest checkpoint), checkpoint, or exported folder"
@@ -292,13 +292,3 @@ def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespa
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return 0
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with one clear sentence per error and no guessing of abbreviated flags."""
-
-    def __init__(self, description: str) -> None:
-        super().__init__(description=description, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see --help)\n")

@@ -27,7 +27,8 @@ import numpy as np
 from tqdm import tqdm
 
 from data.atomic_io import write_atomically
-from evaluation.generation import Parser, UsageError, run
+from data.cli import Parser
+from evaluation.generation import UsageError, run
 from evaluation.minimal_pairs_plot import check_plot, draw
 from evaluation.pair_accuracy import (
     Accuracy,

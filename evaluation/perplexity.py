@@ -35,11 +35,12 @@ from torch import nn
 from tqdm import tqdm
 
 from data.atomic_io import write_atomically
+from data.cli import Parser
 from data.corpus import Corpus, CorpusError
 from data.loader import ValidationSet
 from data.masking import MaskingOptions
 from data.shards import MANIFEST_NAME, SHARD_SUFFIX, ShardError, tokenizer_hash, write_shard
-from evaluation.generation import LoadedModel, Parser, UsageError, run
+from evaluation.generation import LoadedModel, UsageError, run
 from evaluation.scoring import (
     ScoringModel,
     add_scoring_flags,

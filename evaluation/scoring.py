@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data.cli import Parser
 from evaluation.generation import LoadedModel, UsageError, add_model_flags, load
 from evaluation.token_log_probs import BatchShape, SpecialIds
 from training.checkpoint import training_flags
@@ -38,7 +39,7 @@ class ScoringModel:
         return self.usable.model.predict(hidden.flatten(0, 1).index_select(0, positions))
 
 
-def add_scoring_flags(parser: argparse.ArgumentParser, document_end: bool | None) -> None:
+def add_scoring_flags(parser: Parser, document_end: bool | None) -> None:
     """The flags that choose a model and say how it is run. document_end: the default of that flag, None as trained."""
     add_model_flags(parser)
     parser.add_argument(

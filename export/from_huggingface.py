@@ -23,7 +23,8 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
-from export.to_huggingface import ExportError, Parser, check_output, writing
+from data.cli import Parser
+from export.to_huggingface import ExportError, check_output, writing
 from model import ModelConfig, ModelConfigError
 from model_extra import build_model
 from training.checkpoint import CheckpointError, write_checkpoint
@@ -37,9 +38,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = Parser(
-        description="Turn a folder of the transformers library into weights for pretraining.", allow_abbrev=False
-    )
+    parser = Parser("Turn a folder of the transformers library into weights for pretraining.")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder with config.json and weights")
     parser.add_argument("output", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
     options = parser.parse_args(arguments)

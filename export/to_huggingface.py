@@ -8,7 +8,6 @@ from the run's records. `trust_remote_code=True` lets transformers run that code
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -17,12 +16,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from data.atomic_io import sync_folder, take_folder_mode
+from data.cli import Parser
 from export.model_card import NOTHING_STATED, Stated, longest_row, model_card, read_records
 from model import LTGBert, ModelConfigError
 from training.checkpoint import Checkpoint, CheckpointError, load_model, locate, rows_begin_with_bos
@@ -42,16 +42,9 @@ class ExportError(ValueError):
     """The folder cannot be written or uploaded; the message is one sentence with the remedy."""
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse with one clear sentence per error and no guessing of abbreviated flags."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see --help)\n")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = Parser(description="Write a model in the form of the transformers library.", allow_abbrev=False)
+    parser = Parser("Write a model in the form of the transformers library.")
     parser.add_argument("model", metavar="MODEL", help="run folder (its newest checkpoint) or checkpoint folder")
     parser.add_argument("output", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
     parser.add_argument("--ema", action="store_true", help="export the averaged weights (default: the trained weights)")

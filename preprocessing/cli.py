@@ -6,30 +6,14 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from data.cli import Parser
 from data.shards import ShardError
 
 
 class CommandError(ValueError):
     """Something that the user can mend; the message is one sentence that names the flag or file and the remedy."""
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that say something."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, with one-line errors, no guessing of abbreviated flags, and defaults in the help."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=_Help, **arguments)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
 
 class Terminated(KeyboardInterrupt):
@@ -90,7 +74,7 @@ def fraction(text: str) -> float:
     return value
 
 
-def add_input_flags(parser: argparse.ArgumentParser) -> None:
+def add_input_flags(parser: Parser) -> None:
     """The flags that say what text to read, the same for all scripts that read text."""
     parser.add_argument(
         "--input",

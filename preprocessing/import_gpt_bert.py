@@ -32,8 +32,9 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from data.atomic_io import sync_folder, write_atomically
+from data.cli import Parser
 from data.shards import sha256_file, tokenizer_hash
-from preprocessing.cli import CommandError, Parser, counted, positive_int, run
+from preprocessing.cli import CommandError, counted, positive_int, run
 from preprocessing.resumable_output import FolderPlan, ShardFolder, described_input
 from preprocessing.tokenizer import load_tokenizer, special_ids, vocabulary_size
 
@@ -320,7 +321,7 @@ def _write_checkpoint(
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description="Import files of the published GPT-BERT project.")
+    parser = Parser("Import files of the published GPT-BERT project.")
     commands = parser.add_subparsers(dest="kind", required=True, metavar="data|checkpoint", parser_class=Parser)
     data = commands.add_parser(
         "data", help="tokenised corpora to token shards", description="Import tokenised corpora."

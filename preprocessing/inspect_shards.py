@@ -19,6 +19,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import numpy as np
 from tokenizers import Tokenizer
 
+from data.cli import Parser
 from data.shards import (
     MANIFEST_NAME,
     Shard,
@@ -29,7 +30,7 @@ from data.shards import (
     sha256_file,
     tokenizer_hash,
 )
-from preprocessing.cli import CommandError, Parser, counted, positive_int, run
+from preprocessing.cli import CommandError, counted, positive_int, run
 from preprocessing.resumable_output import TOKENIZER_NAME
 from preprocessing.tokenizer import load_tokenizer
 
@@ -182,7 +183,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description="Show totals, document lengths and samples of a shard folder.")
+    parser = Parser("Show totals, document lengths and samples of a shard folder.")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="shard folder, or one with train and validation")
     parser.add_argument(
         "--verify", action="store_true", help="check checksums, sizes, offsets and ids; exit 1 on damage"

@@ -31,7 +31,8 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 from tqdm import tqdm
 
 from data.atomic_io import write_atomically
-from preprocessing.cli import CommandError, Parser, positive_int, run
+from data.cli import Parser
+from preprocessing.cli import CommandError, positive_int, run
 
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_vendor", "vendor"}
 _LARGEST_SOURCE = 1 << 20  # bytes; beyond are generated tables
@@ -146,7 +147,7 @@ def _encodable(text: str) -> bool:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description="Write a corpus of real English from the documentation in installed Python packages.")
+    parser = Parser("Write a corpus of real English from the documentation in installed Python packages.")
     parser.add_argument(
         "--output",
         required=True,

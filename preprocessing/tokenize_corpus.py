@@ -29,11 +29,11 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 from tqdm import tqdm
 
+from data.cli import Parser
 from data.shards import FORMAT_VERSION, tokenizer_hash
 from preprocessing.array_output import PartsFolder, number_of_parts, refuse_parts, share
 from preprocessing.cli import (
     CommandError,
-    Parser,
     Terminated,
     add_input_flags,
     counted,
@@ -262,7 +262,7 @@ def print_summary(summary: Summary) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description="Tokenise text into shards; run again after an interruption, it continues.")
+    parser = Parser("Tokenise text into shards; run again after an interruption, it continues.")
     add_input_flags(parser)
     parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="shard folder to write")
     parser.add_argument(

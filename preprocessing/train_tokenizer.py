@@ -24,7 +24,8 @@ from tokenizers import Tokenizer, trainers
 from tqdm import tqdm
 
 from data.atomic_io import write_atomically
-from preprocessing.cli import CommandError, Parser, add_input_flags, counted, positive_int, run
+from data.cli import Parser
+from preprocessing.cli import CommandError, add_input_flags, counted, positive_int, run
 from preprocessing.inputs import CorpusError, InputFile, find_inputs
 from preprocessing.parsing import parse_chunk
 from preprocessing.readers import read_chunks
@@ -99,7 +100,7 @@ def report(tokenizer: Tokenizer, texts: Iterator[str], every: int) -> Report:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description="Train a byte-level BPE tokenizer with the special tokens at ids 0-15.")
+    parser = Parser("Train a byte-level BPE tokenizer with the special tokens at ids 0-15.")
     add_input_flags(parser)
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="tokenizer.json to write")
     parser.add_argument(

@@ -13,25 +13,18 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 if __package__ in (None, ""):  # run as a file: the other modules of training/ must not hide packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from data.atomic_io import write_atomically
+from data.cli import Parser
 from report.page import page
 from report.plot import PlotError
 from report.runs import RunRecord, folder_of, read_records
 
 _WATCHED = ("metrics.jsonl", "status.json", "config.json", "attempts.jsonl", "samples.jsonl")
 _LARGEST_SHARE = 0.1  # of the time that --watch spends writing pages
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with one clear sentence per error and no guessing of abbreviated flags."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see --help)\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,7 +59,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m report.html_report",
         description="Show one or several runs as one HTML page that needs no network.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run folder or a metrics.jsonl file; several are compared"

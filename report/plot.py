@@ -23,6 +23,7 @@ if __package__ in (None, ""):  # run as a file: the other modules of training/ m
 import numpy as np
 
 from data.atomic_io import json_lines
+from data.cli import Parser
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -185,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m report.plot",
         description="Draw losses, accuracy, schedules, speed and gradient norm of one or several runs into one PNG.",
     )

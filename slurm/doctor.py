@@ -32,6 +32,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store's time-out is a
 import torch
 import torch.distributed as dist
 
+from data.cli import Parser
 from slurm import doctor_machine, doctor_run
 from slurm.doctor_ranks import COLUMNS, Doctor, Report, sentence
 from slurm.doctor_steps import (
@@ -244,7 +245,7 @@ def _examine_step(doctor: Doctor, trial: StepTrial, world: World, environment: E
 # The command
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+def _add_flags(parser: Parser) -> None:
     group = parser.add_argument_group("doctor")
     group.add_argument(
         "--assume_world_size", type=int, default=0, metavar="N", help="in one process: ranks of the planned run"
@@ -273,7 +274,7 @@ def _read_request(arguments: Sequence[str]) -> tuple[argparse.Namespace, Request
         environment = read_environment(os.environ)
     except EnvironmentProblem as error:
         unusable = str(error)
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own = Parser(add_help=False)
     everything = make_parser(_DESCRIPTION)
     for parser in (own, everything):
         _add_flags(parser)

@@ -23,11 +23,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from data.cli import Parser
 from slurm.job_options import (
     PYTHON,
     JobOptions,
@@ -311,19 +312,11 @@ def _run_one(task: Task, options: JobOptions) -> tuple[TaskReport, bool]:
 # Command line
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse with one sentence for an error."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (--help lists all flags; those of training stand after --)\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         usage="launch.py [job options] [--sweep FLAG=VALUE,VALUE] -- <flags of training>",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        see="--help; flags of training stand after --",
         argument_default=argparse.SUPPRESS,
     )
     job = parser.add_argument_group("the job (what is left out is left to SLURM)")
@@ -371,7 +364,7 @@ def _parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         flag = unknown[0].lstrip("-").split("=")[0].removeprefix("no-")
         if flag in FIELDS or flag == "recipe":
             parser.error(f"--{flag} is a flag of training and belongs after --")
-        parser.error(f"unknown flag or value {unknown[0]!r}")
+        parser.refuse(unknown[0])
     return vars(known), list(arguments[split + 1 :])
 
 

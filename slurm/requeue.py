@@ -11,7 +11,6 @@ its own hand. This script's exit code is the job's.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
@@ -24,6 +23,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from data.cli import Parser
 from training import slurm_queue
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.environment import Environment, read_environment
@@ -124,7 +124,7 @@ def _signal_name(number: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--exit_code", type=int, required=True, metavar="N", help="what srun returned")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="the training flags, after --")
     arguments = parser.parse_args(argv)

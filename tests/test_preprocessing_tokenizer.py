@@ -356,7 +356,7 @@ def test_flags_are_checked_by_the_parser(capsys):
     for arguments, sentence in (
         (["--vocab_size", "0"], "--vocab_size: must be at least 1, not 0"),
         (["--min_frequency", "x"], "--min_frequency: 'x' is not a whole number"),
-        (["--min_freq", "3"], "unrecognized arguments: --min_freq 3"),
+        (["--min_freq", "3"], "unknown flag or value '--min_freq'; did you mean --min_frequency?"),
     ):
         with pytest.raises(SystemExit) as stop:
             script.main(["--input", "a", "--output", "b", *arguments])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
+from data.cli import Parser, closest, shown
 from ops import reference
 from training.errors import UserError
 
@@ -437,32 +437,21 @@ def check(config: TrainingConfig) -> None:
         )
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse with one clear sentence per error and a suggestion for a misspelt flag."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (--help lists all flags)\n")
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        if action.dest not in FIELDS or FIELDS[action.dest].default in ("", None, -1, ()):
-            return text
-        default = FIELDS[action.dest].default
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-        return f"{text} (default: {shown})"
+def _help(spec: dataclasses.Field) -> str:
+    """A flag's help with its default, for argparse."""
+    says = spec.default not in ("", None, -1, ())
+    return (spec.metadata["help"] + f" (default: {shown(spec.default)})" * says).replace("%", "%%")
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
+def make_parser(description: str) -> Parser:
     """The parser of both training scripts."""
-    parser = _Parser(description=description, formatter_class=_HelpFormatter, allow_abbrev=False)
+    parser = Parser(description)
     groups = {key: parser.add_argument_group(title) for key, title in _GROUPS.items()}
     groups["files"].add_argument(
         "--recipe", default="", help="JSON file with flags as keys; flags on the command line win over it"
     )
     for name, spec in FIELDS.items():
-        options: dict[str, Any] = {"help": spec.metadata["help"].replace("%", "%%"), "default": argparse.SUPPRESS}
+        options: dict[str, Any] = {"help": _help(spec), "default": argparse.SUPPRESS}
         group = groups[spec.metadata["group"]]
         if spec.metadata["kind"] is bool or isinstance(spec.default, bool):
             group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, **options)
@@ -489,9 +478,8 @@ def read_recipe(path: str) -> dict[str, Any]:
 def _typed(name: str, value: Any, path: str) -> Any:
     """A recipe's value as the flag's type."""
     if name not in FIELDS:
-        close = difflib.get_close_matches(name, FIELDS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"{path}: unknown key {name!r}{hint}")
+        close = closest(name, FIELDS)
+        raise ConfigError(f"{path}: unknown key {name!r}" + f"; did you mean {close!r}?" * bool(close))
     spec = FIELDS[name]
     kind = spec.metadata["kind"] or type(spec.default)
     if kind is bool:
@@ -520,8 +508,7 @@ def parse_config(arguments: Sequence[str], description: str) -> TrainingConfig:
         flag = unknown[0].split("=")[0].lstrip("-")
         if flag in _OTHER_NAMES:
             parser.error(f"unknown flag --{flag}: use {_OTHER_NAMES[flag]}")
-        close = difflib.get_close_matches(flag, [*FIELDS, "recipe"], n=1)
-        parser.error(f"unknown flag or value {unknown[0]!r}" + (f"; did you mean --{close[0]}?" if close else ""))
+        parser.refuse(unknown[0])
     given = vars(known)
     recipe = given.pop("recipe", "")
     return TrainingConfig(**{**(read_recipe(recipe) if recipe else {}), **given})
