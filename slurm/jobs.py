@@ -115,7 +115,7 @@ def _read_result(path: Path) -> tuple[bool, str]:
 class Job:
     """A submitted job, or job array, and its folder; `Job.load` finds it again at any later time.
 
-    read_run: what a task's run folder says about it.
+    read_run: reads a task's run folder.
     """
 
     folder: Path

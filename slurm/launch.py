@@ -5,7 +5,7 @@
     python slurm/launch.py --status JOB_FOLDER|JOB_ID [--follow]
 
 Flags of training (train_multi_gpu.py --help) stand after `--` and are checked here, before anything waits in a queue.
-The job runs a copy of the code, saves and requeues itself when it has to stop, and goes on from its checkpoint.
+The job runs a copy of the code, saves and requeues itself when it has to stop, and resumes from its checkpoint.
 A sweep is one job array, with a table of what each task runs. --dry_run shows everything and submits nothing; --local
 runs the same on this machine, one run after the other. From Python: `submit` below.
 """
@@ -58,11 +58,11 @@ _MANY = 1_000_000  # submitit counts every signal of a job of up to 10 minutes a
 
 
 class TrainingFailed(RuntimeError):
-    """The run in a job failed; the message is the sentence of the rank that failed first."""
+    """The run in a job failed; the message is the error of the rank that failed first."""
 
 
 class TrainingJob:
-    """What submitit pickles and calls in every task of a job: the training loop, as train_multi_gpu.py calls it."""
+    """The callable that submitit pickles and calls in every task of a job: training as train_multi_gpu.py starts it."""
 
     def __init__(self, arguments: Sequence[str], run_folder: str):
         self.arguments = list(arguments)
@@ -70,8 +70,8 @@ class TrainingJob:
 
     def __call__(self) -> str:
         """Train until done or stopped. Raises TrainingFailed, which ends up in submitit's result and log."""
-        # From here on a signal means what it means to train_multi_gpu.py: save at the next step and requeue. submitit's
-        # own handler, which would otherwise come back in the end, must not requeue a second time.
+        # From here on a signal does what it does to train_multi_gpu.py: save at the next step and requeue. submitit's
+        # own handler, which would otherwise be restored in the end, must not requeue a second time.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         signals = early_signals()
 
@@ -81,9 +81,9 @@ class TrainingJob:
         sys.argv = ["train_multi_gpu.py", *self.arguments]  # for the run's records
         code = main(self.arguments, DESCRIPTION, start_world, signals)
         if code != DONE:
-            why = _failure(Path(self.run_folder), read_environment(os.environ).job_id)
-            sys.tracebacklimit = 0  # where in this file it was raised tells nobody anything
-            raise TrainingFailed(why or f"training ended with exit code {code}; its log says why")
+            error = _failure(Path(self.run_folder), read_environment(os.environ).job_id)
+            sys.tracebacklimit = 0  # where in this file it was raised helps nobody
+            raise TrainingFailed(error or f"training ended with exit code {code}; see its log")
         status = read_status(Path(self.run_folder))
         # Rank 0 alone writes the status, perhaps only now; the others know that the run has stopped early.
         others = signals.stopped_early and read_environment(os.environ).rank > 0
@@ -99,7 +99,7 @@ class TrainingJob:
 
 
 def _failure(run_folder: Path, job_id: str | None, restart: int = 0, since: float = 0.0) -> str:
-    """The sentence of the rank that failed first, in the last start that left one, from `restart` on; "" if none."""
+    """The error of the rank that failed first, in the last start that recorded one, from `restart` on; "" if none."""
     prefix, restarts = f"{job_id or 'none'}_", {restart}
     for path in (run_folder / "failures").glob(f"{prefix}*.json"):
         number = path.stem.removeprefix(prefix).split("_")[0]
@@ -111,7 +111,7 @@ def _failure(run_folder: Path, job_id: str | None, restart: int = 0, since: floa
 
 
 def read_run(task: Task) -> RunOutcome:
-    """What the run folder of a submitted task says about it; files of other jobs that ran there do not count."""
+    """A submitted task by its run folder; files of other jobs that ran there do not count."""
     folder = Path(task.run_folder)
     status = read_status(folder)
     if status is None or status.job_id != task.job_id:
@@ -130,7 +130,7 @@ def _submitit():
     return submitit
 
 
-def _place(options: JobOptions, tasks: Sequence[Task]) -> Path:
+def _job_folders(options: JobOptions, tasks: Sequence[Task]) -> Path:
     """The folder of job folders."""
     parent = Path.cwd() / (options.log_folder or Path(tasks[0].run_folder).parent / _JOBS)
     if "%" in str(parent):
@@ -157,14 +157,14 @@ def _submit(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis])
     tasks = plan_tasks(arguments, axes, Path.cwd())
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise LaunchError("sbatch is not installed on this host: use a login node of the cluster, or --local")
-    place, name = _place(options, tasks), base_name(tasks, axes)
-    folder = new_folder(place, name)
+    parent, name = _job_folders(options, tasks), base_name(tasks, axes)
+    folder = new_folder(parent, name)
     try:
-        code, facts = _ROOT, {}
+        code, copied = _ROOT, {}
         if options.snapshot:
             outputs = {Path(task.run_folder).parent for task in tasks}
-            taken = take_snapshot(_ROOT, folder / "code", without=[place, *outputs])
-            code, facts = taken.folder, {"commit": taken.commit, "files": taken.files}
+            taken = take_snapshot(_ROOT, folder / "code", without=[parent, *outputs])
+            code, copied = taken.folder, {"commit": taken.commit, "files": taken.files}
             tasks = [_with_snapshot(task, code) for task in tasks]
         for task in tasks:
             content = "".join(f"{argument}\0" for argument in task.arguments)
@@ -186,7 +186,7 @@ def _submit(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis])
         command=[sys.executable, *sys.argv],
         working_folder=os.getcwd(),
         options=dataclasses.asdict(options),
-        code={"folder": str(code), **facts},
+        code={"folder": str(code), **copied},
     )
     return job
 
@@ -209,7 +209,7 @@ def submit(
 
 
 def _describe(job: Job, options: JobOptions) -> str:
-    """What was submitted and what to do with it."""
+    """A submitted job, and the commands that concern it."""
     ranks = options.nodes * options.tasks
     each = f"{ranks} rank{'s' if ranks > 1 else ''}"
     array = len(job.tasks) > 1
@@ -232,17 +232,17 @@ def _describe(job: Job, options: JobOptions) -> str:
 def _dry_run(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis]) -> int:
     """Print everything that a submission would use; submit and write nothing."""
     _submitit()
-    from submitit.slurm.slurm import _make_sbatch_string  # its executor wants an sbatch on the machine
+    from submitit.slurm.slurm import _make_sbatch_string  # its executor needs sbatch on the machine
 
     tasks = plan_tasks(arguments, axes, Path.cwd())
     name = base_name(tasks, axes)
-    folder = _place(options, tasks) / f"{name}-DATE-TIME"
+    folder = _job_folders(options, tasks) / f"{name}-DATE-TIME"
     code = folder / "code" if options.snapshot else _ROOT
     parameters = submitit_parameters(options, name, folder, code, (_ROOT / SITE_FILE).is_file(), len(tasks))
     count = {"map_count": len(tasks)} if len(tasks) > 1 else {}
     command = f"{PYTHON} -u -m submitit.core._submit {shlex.quote(str(folder))}"
     print(_make_sbatch_string(command=command, folder=folder, **count, **parameters))
-    print("# what each rank then does, in that process:")
+    print("# each rank then calls, in that process:")
     for task in tasks:
         print(shlex.join(["train_multi_gpu.py", *task.arguments]))
     print(f"\n{tasks_table(tasks)}\n")
@@ -283,7 +283,7 @@ def _local_command(task: Task, options: JobOptions) -> list[str]:
 
 
 def _run_one(task: Task, options: JobOptions) -> tuple[TaskReport, bool]:
-    """Run a task to its end; also says whether Ctrl-C was pressed, upon which training saves and ends."""
+    """Run a task to its end; and whether Ctrl-C was pressed, upon which training saves and ends."""
     began, interrupted = datetime.now(timezone.utc).replace(microsecond=0), False
     with clean_environment():
         environment = dict(os.environ)
@@ -303,7 +303,7 @@ def _run_one(task: Task, options: JobOptions) -> tuple[TaskReport, bool]:
     state, reason = (status.state, status.reason) if status is not None else (FINISHED, "")
     if code != DONE and (status is None or status.state != STOPPED):  # stopped by SIGTERM, say: nothing failed
         state, reason = "failed", _failure(folder, None, since=began.timestamp()) or reason
-        reason = reason or f"exit code {code}; what it printed says why"
+        reason = reason or f"exit code {code}; its output says why"
     elif status is None and interrupted:
         state, reason = STOPPED, "interrupted"
     return TaskReport(task, state, last_step(folder), reason), interrupted
@@ -370,16 +370,16 @@ def _parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def _act(given: dict[str, Any], training: Sequence[str]) -> int:
     if "status" in given:
-        place = Path(given.get("log_folder", Path("runs", _JOBS)))
-        job = find_job(given["status"], place, read_run)
+        folders = Path(given.get("log_folder", Path("runs", _JOBS)))
+        job = find_job(given["status"], folders, read_run)
         if "follow" in given:
             return follow(job)
         reports = job.reports()
         print(f"job {job.job_id} in {job.folder}\n{job.table(reports)}")
         return exit_code(reports)
     names = {spec.name for spec in dataclasses.fields(JobOptions)}
-    wishes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in names}
-    options = JobOptions(**wishes)
+    chosen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in names}
+    options = JobOptions(**chosen)
     axes = [parse_axis(text, is_list) for text in given.get("sweep", [])]
     if "local" in given:
         return _run_locally(training, options, axes, "dry_run" in given)

@@ -1,12 +1,12 @@
-"""What a job script does when its ranks have ended: say which failed first and why, and requeue where they could not.
+"""Requeue of a job whose ranks have ended: reports which failed first and why, and requeues where they could not.
 
     python slurm/requeue.py --exit_code CODE_OF_SRUN -- FLAGS OF THE RUN
 
 The ranks requeue their job themselves. Left for this script are the cases where they cannot: a container without
 scontrol, a signal that came before Python could handle it, and, with REQUEUE_ON_CRASH=1, a failure of hardware or
 network (training/errors.py has the kinds), after which the next start avoids the host at fault, where there is a single
-one. Which kind it was the ranks have left in the run folder; srun knows only how the worst of them ended, perhaps by
-its own hand. This script's exit code is the job's.
+one. The ranks have recorded the kind in the run folder; srun knows only how the worst of them ended, perhaps by its
+own signal. This script's exit code is the job's.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _EARLY = {128 + signal.SIGHUP, 128 + signal.SIGUSR1, 128 + signal.SIGUSR2, 128 +
 
 
 def finish(config: TrainingConfig, environment: Environment, exit_code: int, requeue_on_crash: bool) -> tuple[int, str]:
-    """Exit code of the job, and what to say last ("" where all is said)."""
+    """Exit code of the job, and a last message ("" for none)."""
     status = read_status(config.run_folder)
     if status is not None and status.job_id != environment.job_id:
         status = None  # another job's
     elif status is not None and status.restart_count != environment.restart_count:
-        status = replace(status, state=RUNNING)  # of a start before this one, which left none
+        status = replace(status, state=RUNNING)  # of an earlier start; this one has written none
     if exit_code == 0 and (status is None or status.state != REQUEUE_WANTED):
         return DONE, ""
     if status is not None and status.state in (FINISHED, REQUEUED):
@@ -89,19 +89,18 @@ def _requeue(
         register_attempt(config, environment, step)
     except RestartRefused as error:
         return _fail(config, environment, status, exit_code, f"{cause}. {error}")
-    nodes, words = [], ""
+    nodes, note = [], ""
     if host and hosts_at_fault(config.run_folder, environment.job_id, environment.restart_count) == {host}:
         blamed = hosts_at_fault(config.run_folder, environment.job_id) - {host}
-        nodes, words = slurm_queue.plan_exclusion(environment.job_id, host, blamed)
+        nodes, note = slurm_queue.plan_exclusion(environment.job_id, host, blamed)
     outcome, answer = slurm_queue.requeue(environment.job_id, environment.restart_count)
     if outcome == slurm_queue.REQUEUED:
         write_status(config.run_folder, environment, REQUEUED, cause, step, config.max_steps)
-        if nodes and (
-            refusal := slurm_queue.exclude_nodes(environment.job_id, nodes)
-        ):  # a running job cannot be changed
-            nodes, words = [], f"{host} is not excluded: {refusal}"
-        words = f"{' ' if nodes else '; '}{words}" if words else ""
-        return DONE, f"{cause}{'; ' if cause else ''}SLURM starts job {environment.job_id} again{words}"
+        # Only now, since a running job cannot be changed
+        if nodes and (refusal := slurm_queue.exclude_nodes(environment.job_id, nodes)):
+            nodes, note = [], f"{host} is not excluded: {refusal}"
+        note = f"{' ' if nodes else '; '}{note}" if note else ""
+        return DONE, f"{cause}{'; ' if cause else ''}SLURM starts job {environment.job_id} again{note}"
     reason = "it was cancelled" if outcome == slurm_queue.CANCELLED else answer or outcome
     return _fail(config, environment, status, exit_code, f"{cause}; job {environment.job_id} is not requeued: {reason}")
 
@@ -109,7 +108,7 @@ def _requeue(
 def _fail(
     config: TrainingConfig, environment: Environment, status: Status | None, exit_code: int, cause: str
 ) -> tuple[int, str]:
-    if status is not None and status.state in (RUNNING, FAILED):  # rank 0 may not have lived to say so, or not know
+    if status is not None and status.state in (RUNNING, FAILED):  # rank 0 may have died before it wrote so
         step = newest_step(*checkpoint_folders(config.run_folder))
         with contextlib.suppress(OSError):  # a full disk
             write_status(config.run_folder, environment, FAILED, cause, step, config.max_steps)
@@ -129,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="the training flags, after --")
     arguments = parser.parse_args(argv)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the ranks have said it
+        with contextlib.redirect_stderr(io.StringIO()):  # the ranks have printed it
             config = parse_config(arguments.flags, "")
     except (ConfigError, SystemExit):
         return arguments.exit_code
@@ -137,11 +136,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)  # as the job script did; a requeue sends TERM, with work left to do here
     crash = os.environ.get("REQUEUE_ON_CRASH", "0") not in ("", "0")
     try:
-        code, words = finish(config, read_environment(os.environ, alone=True), arguments.exit_code, crash)
+        code, message = finish(config, read_environment(os.environ, alone=True), arguments.exit_code, crash)
     except OSError as error:
-        code, words = arguments.exit_code or BUG.code, f"{error.filename or config.run_folder}: {error.strerror}"
-    if words:
-        print(words, file=sys.stderr if code else sys.stdout, flush=True)
+        code, message = arguments.exit_code or BUG.code, f"{error.filename or config.run_folder}: {error.strerror}"
+    if message:
+        print(message, file=sys.stderr if code else sys.stdout, flush=True)
     return code
 
 

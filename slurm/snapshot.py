@@ -1,4 +1,4 @@
-"""A copy of the code for a job: what is queued, or requeued days later, runs what was there when it was submitted."""
+"""Snapshot of the code for a job: one that waits, or is requeued days later, runs the code as it was submitted."""
 
 from __future__ import annotations
 

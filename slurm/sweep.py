@@ -1,4 +1,4 @@
-"""Sweeps over flags: which runs a product of values makes, what they are called, and the table that shows them."""
+"""Sweeps over flags: the product of values as runs with names, and tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SweepError(ValueError):
 
 
 def safe_name(text: str) -> str:
-    """`text` with everything that file names, shells or SLURM's file patterns could take amiss replaced by `_`."""
+    """`text` with `_` for every character that file names, shells or SLURM's file patterns treat specially."""
     return re.sub(r"[^A-Za-z0-9._=+-]+", "_", text)
 
 
@@ -78,5 +78,5 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
     texts = [[str(cell) for cell in row] for row in rows]
     kept = [column for column in range(len(header)) if any(row[column] for row in texts)]
     lines = [[header[column] for column in kept], *([row[column] for column in kept] for row in texts)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(kept))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(kept))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)

@@ -1,4 +1,4 @@
-"""What the tasks of a job run: flags of training, checked and made independent of where the launcher was called."""
+"""Tasks of a job: flags of training, checked and made independent of where the launcher was called."""
 
 from __future__ import annotations
 
