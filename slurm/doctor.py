@@ -1,4 +1,4 @@
-"""What a careful person checks before spending GPU hours: machines, network, run folder, shards, one real step.
+"""Doctor: checks machines, network, run folder, shards and real steps before GPU hours are spent.
 
     srun python slurm/doctor.py <the flags of train_multi_gpu.py>       # in a job, started as training will be
     torchrun --nproc_per_node 8 slurm/doctor.py <flags>                 # on one machine without SLURM
@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store's time-out is a row of the table
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a timeout of the store is a row of the table
 
 import torch
 import torch.distributed as dist
@@ -36,15 +36,15 @@ from data.cli import Parser
 from slurm import doctor_machine, doctor_run
 from slurm.doctor_ranks import COLUMNS, Doctor, Report, sentence
 from slurm.doctor_steps import (
-    PATIENT_STEP,
+    LONG_STEP,
     StepTrial,
+    assess_batch,
+    assess_memory,
+    assess_steps,
     expected_seconds,
-    judge_batch,
-    judge_memory,
-    judge_steps,
     measure_steps,
 )
-from slurm.doctor_table import FAIL, OK, SKIP, WARN, Row
+from slurm.doctor_table import FAIL, OK, SKIP, WARN, Measurements, Row
 from training.config import ConfigError, TrainingConfig, make_parser, parse_config
 from training.distributed import World, choose_device, start_world
 from training.environment import Environment, EnvironmentProblem, read_environment
@@ -65,8 +65,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 @dataclass(frozen=True)
 class Request:
-    """What to examine. config is None where `problem` says what is wrong with training's flags; with an
-    `environment_problem`, this process stands alone."""
+    """The run to examine. config: None where `problem` says what is wrong with training's flags. environment_problem:
+    why this process is examined alone."""
 
     assume_world_size: int
     checksums: str
@@ -77,169 +77,181 @@ class Request:
 
 
 def examine(doctor: Doctor, request: Request) -> None:
-    """All checks. Every rank takes the same way through this, since it depends on gathered facts alone."""
-    environment, store, report, config = request.environment, doctor.store, doctor.report, request.config
-    planned = request.assume_world_size or environment.world_size
-    device = torch.device("cpu")
-
-    def place() -> dict[str, Any]:
-        nonlocal device
-        device = choose_device(config.device if config else "auto", environment.local_rank)
-        return doctor_machine.measure_place(environment, device)
-
-    if request.environment_problem:
-        report.add(Row("environment", FAIL, request.environment_problem))
-    else:
-        report.add(doctor_machine.judge_environment(environment))
-    places = doctor.check("ranks", place, partial(doctor_machine.judge_ranks, environment=environment))
-    if places:
-        wish, mixed = (config.device, config.mixed_precision) if config else ("auto", None)
-        doctor.check("devices", dict, lambda _: doctor_machine.judge_devices(places, wish, mixed))
-        doctor.check("processors", dict, lambda _: doctor_machine.judge_processors(places))
-    doctor.check("versions", doctor_machine.measure_versions, doctor_machine.judge_versions)
-    world = _examine_network(doctor, environment, device, places, config)
-
-    def open_inputs() -> str:
-        nonlocal inputs
-        if config is None:
-            raise ConfigError(request.problem)
-        wandb_mode(config)
-        inputs = read_inputs(resolve_device_defaults(config, device))
-        return inputs.data_identity
-
-    inputs: Inputs | None = None
-    opened = doctor.check("inputs", open_inputs, _judge_inputs)
-    if opened is None or inputs is None or config is None:
+    """All checks. Every rank takes the same path through them, since it depends on gathered values alone."""
+    environment, config = request.environment, request.config
+    device, ranks = _examine_machines(doctor, request)
+    world = _examine_network(doctor, environment, device, ranks, config)
+    inputs = _open_inputs(doctor, request, device)
+    if inputs is None:
         doctor.skip("the inputs cannot be used", "run", "shared folder", "shards", "kernels", "batch", "training step")
+        return
+    run = _examine_folder(doctor, inputs, environment)
+    _examine_shards(doctor, inputs, request.checksums)
+    if ranks:
+        kernels = partial(doctor_machine.measure_kernels, inputs.config, inputs.model_config, device)
+        doctor.check("kernels", kernels, doctor_machine.assess_kernels, _STEP_SECONDS)
+    world_size = request.assume_world_size or environment.world_size
+    split = _examine_batches(doctor, inputs, world_size, device, ranks)
+    start = run["step"] if run else 0
+    if world is None or doctor.store.missing:
+        doctor.skip("the ranks have no process group", "training step")
+    elif split is None:
+        doctor.skip("the rows cannot be divided among ranks", "training step")
+    elif start == inputs.config.max_steps:
+        doctor.skip("no step is left", "training step")
     else:
-        run = _examine_folder(doctor, inputs, environment)
-        for name, corpus in (
-            ("train shards", inputs.corpus),
-            ("valid shards", inputs.held_out and inputs.held_out.corpus),
-        ):
-            if corpus is None:
-                doctor.skip("no --valid_path", name)
-                continue
-            measure = partial(doctor_run.measure_shards, corpus, request.checksums, store.rank, store.size)
-            doctor.check(name, measure, partial(doctor_run.judge_shards, name=name, corpus=corpus), _CHECKSUM_SECONDS)
-        plan = inputs  # for the closures below: never None from here on
-        if places:
-            kernels = partial(doctor_machine.measure_kernels, plan.config, plan.model_config, device)
-            doctor.check("kernels", kernels, doctor_machine.judge_kernels, _STEP_SECONDS)
-        doctor.check("epochs", dict, lambda _: doctor_run.judge_epochs(plan))
-        splits = doctor.check("batch", lambda: check_world(plan, planned), lambda _: judge_batch(plan, planned))
-        if splits is None:
-            doctor.skip("rows cannot be shared out", "memory")
-        elif places:
-            doctor.check("memory", dict, lambda _: judge_memory(plan, places, device, planned))
-        start = run["step"] if run else 0
-        if world is None or store.missing or splits is None:
-            why = "rows cannot be shared out" if world and not store.missing else "the ranks cannot sum"
-            doctor.skip(why, "training step")
-        elif start == inputs.config.max_steps:
-            doctor.skip("no step is left", "training step")
-        else:
-            _examine_step(doctor, StepTrial(inputs, planned, splits[0], start), world, environment)
+        _examine_steps(doctor, StepTrial(inputs, world_size, split, start), world, environment)
 
 
-def _judge_inputs(facts: dict[int, Any]) -> Row:
-    identities = set(facts.values())
-    if len(identities) > 1:
-        remedy = "every node must read the same shards and tokenizer"
-        return Row("inputs", FAIL, f"ranks read {len(identities)} different corpora", remedy)
-    return Row("inputs", OK, f"flags, tokenizer, model configuration and shards fit together (data {facts[0][:12]})")
+def _examine_machines(doctor: Doctor, request: Request) -> tuple[torch.device, Measurements | None]:
+    """Environment, devices and versions. Returns this rank's device and what each rank says of its own; None where
+    ranks are missing or have no device."""
+    environment, config = request.environment, request.config
+    if request.environment_problem:
+        doctor.report.add(Row("environment", FAIL, request.environment_problem))
+    else:
+        doctor.report.add(doctor_machine.assess_environment(environment))
+    choice, mixed = (config.device, config.mixed_precision) if config else ("auto", None)
+    made = doctor.create(
+        "ranks",
+        lambda: choose_device(choice, environment.local_rank),
+        partial(doctor_machine.measure_rank, environment),
+        partial(doctor_machine.assess_ranks, environment=environment),
+    )
+    device, ranks = made or (torch.device("cpu"), None)
+    if ranks:
+        doctor.assess("devices", lambda: doctor_machine.assess_devices(ranks, choice, mixed))
+        doctor.assess("processors", lambda: doctor_machine.assess_processors(ranks))
+    doctor.check("versions", doctor_machine.measure_versions, doctor_machine.assess_versions)
+    return device, ranks
 
 
 def _examine_network(
-    doctor: Doctor, environment: Environment, device: torch.device, places: Any, config: TrainingConfig | None
+    doctor: Doctor,
+    environment: Environment,
+    device: torch.device,
+    ranks: Measurements | None,
+    config: TrainingConfig | None,
 ) -> World | None:
-    """The process group and its sums; None where the ranks cannot sum."""
-    if places is None or environment.world_size == 1:
-        reason = "one process" if places else "ranks are missing" if doctor.store.missing else "a rank has no device"
-        doctor.skip(reason, "process group", "host sums", "all-reduce")
-        return World(0, 1, device, environment) if places else None
-    # Where the flags are unusable the network can still be looked at. Ranks may compile for minutes beside each other.
+    """The process group and its all_reduce; None where one of them fails."""
+    names = "process group", doctor_machine.HOST_ALL_REDUCE, doctor_machine.DEVICE_ALL_REDUCE
+    if ranks is None or environment.world_size == 1:
+        reason = "one process" if ranks else "ranks are missing" if doctor.store.missing else "a rank has no device"
+        doctor.skip(reason, *names)
+        return World(0, 1, device, environment) if ranks else None
+    # Where the flags are unusable the network can still be examined. Ranks may compile for minutes beside each other.
     basis = config or TrainingConfig(train_path="-", config_file="-", tokenizer_path="-", name="-")
     basis = dataclasses.replace(basis, collective_timeout=_STEP_SECONDS / 60)
-    worlds: list[World] = []
-    start, seconds = time.monotonic(), doctor.store.timeout
+    start = time.monotonic()
 
-    def join() -> None:
-        worlds.append(start_world(basis))
-
-    def joined(_facts: dict[int, Any]) -> Row:
-        kinds = "gloo and NCCL" if device.type == "cuda" else "gloo"
-        return Row("process group", OK, f"{kinds}, joined after {time_text(time.monotonic() - start)}")
+    def assess_group(_: Measurements) -> Row:
+        backends = "gloo and NCCL" if device.type == "cuda" else "gloo"
+        return Row("process group", OK, f"{backends}, joined after {time_text(time.monotonic() - start)}")
 
     networks = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the network between hosts"
-    checked: list[tuple[str, Callable[[], Any], Callable[[dict[int, Any]], Row], str]] = [
-        ("process group", join, joined, f"MASTER_ADDR must lead to rank 0; {networks}"),
-        (
-            "host sums",
-            lambda: doctor_machine.measure_host_reduce(worlds[0]),
-            doctor_machine.judge_host_reduce,
-            networks,
-        ),
-        (
-            "all-reduce",
-            lambda: doctor_machine.measure_device_reduce(worlds[0]),
-            lambda facts: doctor_machine.judge_device_reduce(facts, places),
-            f"NCCL_DEBUG=INFO tells which way hangs (NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 avoid one); {networks}",
-        ),
-    ]
-    for number, (name, measure, judge, remedy) in enumerate(checked):
-        if doctor.together(name, measure, judge, seconds, device, remedy) is None:
-            doctor.skip(f"no {name}", *(later[0] for later in checked[number + 1 :]))
-            return None
-    return worlds[0]
+    remedy = f"MASTER_ADDR must lead to rank 0; {networks}"
+    made = doctor.create(
+        names[0], lambda: start_world(basis), lambda _: None, assess_group, collective_on=device, remedy=remedy
+    )
+    if made is None:
+        doctor.skip("no process group", *names[1:])
+        return None
+    world, _ = made
+    measure, assess = partial(doctor_machine.measure_host_reduce, world), doctor_machine.assess_host_reduce
+    if doctor.check(names[1], measure, assess, collective_on=device, remedy=networks) is None:
+        doctor.skip(f"no {names[1]}", names[2])
+        return None
+    measure, assess = (
+        partial(doctor_machine.measure_device_reduce, world),
+        partial(doctor_machine.assess_device_reduce, ranks=ranks),
+    )
+    remedy = f"NCCL_DEBUG=INFO shows the transport (NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 avoid one); {networks}"
+    return None if doctor.check(names[2], measure, assess, collective_on=device, remedy=remedy) is None else world
+
+
+def _open_inputs(doctor: Doctor, request: Request, device: torch.device) -> Inputs | None:
+    """Everything that training reads; None where a rank cannot."""
+
+    def open_inputs() -> Inputs:
+        if request.config is None:
+            raise ConfigError(request.problem)
+        wandb_mode(request.config)
+        return read_inputs(resolve_device_defaults(request.config, device))
+
+    def assess(identities: Measurements) -> Row:
+        if (different := len(set(identities.values()))) > 1:
+            remedy = "every node must read the same shards and tokenizer"
+            return Row("inputs", FAIL, f"ranks read {different} different corpora", remedy)
+        detail = f"flags, tokenizer, model configuration and shards fit together (data {identities[0][:12]})"
+        return Row("inputs", OK, detail)
+
+    made = doctor.create("inputs", open_inputs, lambda inputs: inputs.data_identity, assess)
+    return None if made is None else made[0]
 
 
 def _examine_folder(doctor: Doctor, inputs: Inputs, environment: Environment) -> dict[str, Any] | None:
-    """The run folder; returns what run it holds, None where that could not be found out."""
-    store, probes = doctor.store, []
+    """The run folder; returns the run that it holds, None where that could not be found out."""
+    rank, folder = doctor.store.rank, inputs.config.run_folder
     runs = doctor.check(
         "run",
-        lambda: doctor_run.measure_run(inputs, environment) if store.rank == 0 else None,
-        lambda facts: doctor_run.judge_run(facts[0], inputs),
+        lambda: doctor_run.measure_run(inputs, environment) if rank == 0 else None,
+        lambda measured: doctor_run.assess_run(measured[0], inputs),
     )
     run = runs[0] if runs else None
+    with ExitStack() as stack:
 
-    def probe() -> dict[str, Any] | None:
-        if store.rank != 0:
-            return None
-        folder = inputs.config.run_folder
-        try:
-            probes.append(doctor_run.FolderProbe(folder))
-            return probes[0].measure()
-        except OSError as error:
-            raise ConfigError(f"--output_dir: {folder} cannot be written: {error.strerror}") from error
+        def probe() -> dict[str, Any] | None:
+            try:
+                return stack.enter_context(doctor_run.FolderProbe(folder)).measure() if rank == 0 else None
+            except OSError as error:
+                raise ConfigError(f"--output_dir: {folder} cannot be written: {error.strerror}") from error
 
-    try:
-        made = doctor.check("run folder", probe)
-        if made is None:
+        probes = doctor.check("run folder", probe)
+        if probes is None:
             doctor.skip("the run folder cannot be written", "shared folder", "file locks", "clocks", "disk space")
             return run
+        found = probes[0]
         clocks = doctor.check("clocks", lambda: {"time": time.time()}) or {}
-        look = partial(doctor_run.measure_shared, made[0], store.rank)
-        doctor.check("shared folder", look, lambda facts: doctor_run.judge_shared(facts, made[0], clocks))
-        doctor.check(
-            "disk space", dict, lambda _: doctor_run.judge_space(made[0], run or {"step": 0, "saved": 0}, inputs)
-        )
-    finally:
-        for left in probes:
-            left.remove()
+        look = partial(doctor_run.measure_shared, found, rank)
+        doctor.check("shared folder", look, lambda measured: doctor_run.assess_shared(measured, found, clocks))
+        known = run or {"step": 0, "saved": 0}
+        doctor.assess("disk space", lambda: doctor_run.assess_space(found, known, inputs))
     return run
 
 
-def _examine_step(doctor: Doctor, trial: StepTrial, world: World, environment: Environment) -> None:
+def _examine_shards(doctor: Doctor, inputs: Inputs, checksums: str) -> None:
+    """Sizes and checksums of the shards, and how often they are read."""
+    held_out = inputs.held_out.corpus if inputs.held_out else None
+    for name, corpus in (("train shards", inputs.corpus), ("valid shards", held_out)):
+        if corpus is None:
+            doctor.skip("no --valid_path", name)
+            continue
+        measure = partial(doctor_run.measure_shards, corpus, checksums, doctor.store.rank, doctor.store.size)
+        doctor.check(name, measure, partial(doctor_run.assess_shards, name=name, corpus=corpus), _CHECKSUM_SECONDS)
+    doctor.assess("epochs", lambda: doctor_run.assess_epochs(inputs))
+
+
+def _examine_batches(
+    doctor: Doctor, inputs: Inputs, world_size: int, device: torch.device, ranks: Measurements | None
+) -> str | None:
+    """Batches and memory for so many ranks; returns how they split rows, None where they cannot."""
+    splits = doctor.check("batch", lambda: check_world(inputs, world_size), lambda _: assess_batch(inputs, world_size))
+    if splits is None:
+        doctor.skip("the rows cannot be divided among ranks", "memory")
+    elif ranks:
+        doctor.assess("memory", lambda: assess_memory(inputs, ranks, device, world_size))
+    return None if splits is None else splits[0]
+
+
+def _examine_steps(doctor: Doctor, trial: StepTrial, world: World, environment: Environment) -> None:
     """Real steps; a CPU that is too slow for a whole micro-batch makes one of one row."""
     estimates = doctor.check("training step", lambda: expected_seconds(trial, world.device))
     if estimates is None:
         return
-    trial = dataclasses.replace(trial, one_row=max(estimates.values()) > PATIENT_STEP)
-    measure, judge = partial(measure_steps, trial, world), partial(judge_steps, trial=trial, environment=environment)
+    trial = dataclasses.replace(trial, one_row=max(estimates.values()) > LONG_STEP)
+    measure, assess = partial(measure_steps, trial, world), partial(assess_steps, trial=trial, environment=environment)
     remedy = "--no-compile or a smaller --local_batch_size tell more; --verbose shows where this came from"
-    doctor.together("training step", measure, judge, _STEP_SECONDS, world.device, remedy)
+    doctor.check("training step", measure, assess, _STEP_SECONDS, world.device, remedy)
 
 
 # The command
@@ -254,7 +266,7 @@ def _add_flags(parser: Parser) -> None:
         "--checksums",
         choices=("quick", "full", "off"),
         default="quick",
-        help="SHA-256 of the first and the last shard (quick), of all, shared out over the ranks (full), of none (off)",
+        help="SHA-256 of the first and the last shard (quick), of all, divided among the ranks (full), of none (off)",
     )
     group.add_argument("--json", default="", metavar="FILE", help="also write the rows, with their numbers, as JSON")
     group.add_argument(
@@ -264,11 +276,11 @@ def _add_flags(parser: Parser) -> None:
         metavar="SECONDS",
         help="how long ranks wait for each other (default: 120)",
     )
-    group.add_argument("--verbose", action="store_true", help="print the traceback of whatever a check met")
+    group.add_argument("--verbose", action="store_true", help="print the traceback of every error")
 
 
 def _read_request(arguments: Sequence[str]) -> tuple[argparse.Namespace, Request]:
-    """Flags of doctor and training, and the environment. Exits with 2 for unusable flags; only rank 0 says why."""
+    """Flags of doctor and training, and the environment. Exits with 2 for unusable flags; only rank 0 prints why."""
     environment, unusable = Environment("none"), ""
     try:
         environment = read_environment(os.environ)
@@ -330,7 +342,7 @@ def main(arguments: Sequence[str]) -> int:
         for number, handler in previous.items():
             signal.signal(number, handler)
     if rank:
-        return _leave(store, 0)  # rank 0 speaks for all
+        return _leave(store, 0)  # rank 0 reports for all
     code = 1 if report.counts[FAIL] else 0
     print(f"{'-' * COLUMNS}\n{report.summary()}", flush=True)
     if options.json:

@@ -1,4 +1,4 @@
-"""A check-up on all ranks, for slurm/doctor.py: its table, and checks that go on whatever fails on one rank."""
+"""Checks on all ranks for slurm/doctor.py: the table, and checks that continue whatever fails on one rank."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import textwrap
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from slurm.doctor_table import FAIL, OK, SKIP, WARN, Row
+from slurm.doctor_table import FAIL, OK, SKIP, WARN, Measurements, Row
 from training.distributed import CollectiveError
 from training.errors import is_explained, out_of_memory
 from training.rank_store import OtherRankFailed, RankMissing, RankStore
 from training.wording import ranks_text, time_text
 
 COLUMNS = 120  # of a line of the table
-_CHECK, _RESULT = 14, 6
+_CHECK, _RESULT = 17, 6  # columns of a check's name and result
+_VERBOSE = "--verbose shows where this came from"
+
+_Made = TypeVar("_Made")
+_Rows = Row | list[Row] | None
 
 
 class Report:
@@ -30,7 +34,7 @@ class Report:
             print(f"{'check':<{_CHECK}}  {'result':<{_RESULT}}  detail\n{'-' * COLUMNS}", flush=True)
 
     def add(self, *rows: Row) -> None:
-        """Take rows, and print them."""
+        """Take rows and print them."""
         self.rows += rows
         for row in rows if self._shown else ():
             print(_table_line(row), flush=True)
@@ -61,40 +65,68 @@ class Doctor:
     def __init__(self, store: RankStore, report: Report, verbose: bool):
         self.store, self.report, self._verbose = store, report, verbose
 
+    def create(
+        self,
+        name: str,
+        make: Callable[[], _Made],
+        describe: Callable[[_Made], Any],
+        assess: Callable[[Measurements], _Rows] | None = None,
+        timeout: float | None = None,
+        collective_on: torch.device | None = None,
+        remedy: str = _VERBOSE,
+    ) -> tuple[_Made, Measurements] | None:
+        """make() on every rank, then rows on rank 0 by `assess` from what `describe` says of each rank's object.
+
+        timeout: seconds for the slowest rank. collective_on: the device of a `make` that calls collectives, in which it
+        may hang. remedy: for errors that do not explain themselves. Returns this rank's object and all descriptions, by
+        rank; on all ranks None where one failed or is missing.
+        """
+        store, known = self.store, set(self.store.missing)
+        timeout = timeout or store.timeout
+        waits = timeout if collective_on is None else timeout + store.timeout  # ranks may begin that much later
+        made: list[_Made] = []
+
+        def measure() -> Any:
+            made.append(make() if collective_on is None else store.run_with_timeout(make, timeout, collective_on))
+            return describe(made[0])
+
+        answers = store.all_gather(self._attempt(measure), waits)
+        missing, problems = store.missing - known, _problems(answers)
+        store.failed |= collective_on is not None and bool(missing or problems)
+        values = {rank: answer.get("value") for rank, answer in answers.items()}
+        if missing:
+            detail = f"rank{'s' * (len(missing) > 1)} {ranks_text(missing)} did not answer within {time_text(waits)}"
+            more = "look for their errors in the job's output; --timeout waits longer"
+            self.assess(name, lambda: Row(name, FAIL, detail, more))
+        elif problems:
+            explained = all(answer.get("explained", True) for answer in answers.values())
+            self.assess(name, lambda: Row(name, FAIL, problems, "" if explained else remedy))
+        elif assess is not None:
+            self.assess(name, lambda: assess(values), remedy)
+        return None if missing or problems else (made[0], values)
+
     def check(
         self,
         name: str,
         measure: Callable[[], Any],
-        judge: Callable[[dict[int, Any]], Row | list[Row] | None] = lambda facts: None,
-        patience: float | None = None,
-        remedy: str = "--verbose shows where this came from",
-    ) -> dict[int, Any] | None:
-        """measure() on every rank, then judge(its values by rank) to rows on rank 0.
+        assess: Callable[[Measurements], _Rows] | None = None,
+        timeout: float | None = None,
+        collective_on: torch.device | None = None,
+        remedy: str = _VERBOSE,
+    ) -> Measurements | None:
+        """`create` for a `measure` that returns what ranks exchange: values that JSON can hold."""
+        made = self.create(name, measure, lambda value: value, assess, timeout, collective_on, remedy)
+        return None if made is None else made[1]
 
-        remedy: for errors that are no sentences with a remedy themselves. Returns the values, or None where a rank
-        failed or got lost: the same on all ranks.
-        """
-        known = set(self.store.missing)
-        answers = self.store.all_gather(self._attempt(measure), patience)
-        lost, problems = self.store.missing - known, _problems(answers)
+    def assess(self, name: str, assess: Callable[[], _Rows], remedy: str = _VERBOSE) -> None:
+        """Rows on rank 0 from measurements that it has; an error is a row too."""
         if self.store.rank == 0:
-            seconds = time_text(patience or self.store.timeout)
-            if lost:
-                detail = f"rank{'s' * (len(lost) > 1)} {ranks_text(lost)} did not answer within {seconds}"
-                self.report.add(
-                    Row(name, FAIL, detail, "look for their errors in the job's output; --timeout waits longer")
-                )
-            elif problems:
-                explained = all(answer.get("explained", True) for answer in answers.values())
-                self.report.add(Row(name, FAIL, problems, "" if explained else remedy))
-            else:
-                rows = self._attempt(lambda: judge({rank: answer["value"] for rank, answer in answers.items()}))
-                found = Row(name, FAIL, rows["error"], remedy) if "error" in rows else rows["value"]
-                self.report.add(*(found if isinstance(found, list) else [found] if found else []))
-        return None if lost or problems else {rank: answer["value"] for rank, answer in answers.items()}
+            answer = self._attempt(assess)
+            rows = Row(name, FAIL, answer["error"], remedy) if "error" in answer else answer["value"]
+            self.report.add(*(rows if isinstance(rows, list) else [rows] if rows else []))
 
     def _attempt(self, function: Callable[[], Any]) -> dict[str, Any]:
-        """The function's value, or its error as a sentence; an error is no end."""
+        """The function's value, or its error as a sentence; other checks continue after an error."""
         try:
             return {"value": function()}
         except Exception as error:
@@ -104,29 +136,13 @@ class Doctor:
             follows = isinstance(error, OtherRankFailed | CollectiveError)
             return {"error": sentence(error), "explained": explained, "follows": follows}
 
-    def together(
-        self,
-        name: str,
-        measure: Callable[[], Any],
-        judge: Callable[[dict[int, Any]], Row | list[Row]],
-        seconds: float,
-        device: torch.device,
-        remedy: str,
-    ) -> dict[int, Any] | None:
-        """`check` for a measurement in which ranks wait for each other, for at most `seconds`."""
-        store = self.store
-        patience = seconds + store.timeout  # the slowest rank may begin and give up that much later
-        found = self.check(name, lambda: store.run_with_timeout(measure, seconds, device), judge, patience, remedy)
-        store.failed |= found is None
-        return found
-
     def skip(self, reason: str, *names: str) -> None:
         """Rows for checks that cannot apply."""
         self.report.add(*(Row(name, SKIP, reason) for name in names))
 
 
 def sentence(error: BaseException) -> str:
-    """What the table says of an error."""
+    """An error in the table."""
     if isinstance(error, torch.OutOfMemoryError):
         return out_of_memory(error)
     text = " ".join(str(error).split())[:500]
@@ -136,7 +152,7 @@ def sentence(error: BaseException) -> str:
 
 
 def _problems(answers: Mapping[int, dict[str, Any]]) -> str:
-    """What went wrong on which ranks; ranks that only waited for a failed one are left out."""
+    """Errors with their ranks; ranks that only waited for a failed one are left out."""
     failed = {rank: answer for rank, answer in answers.items() if "error" in answer}
     first = {rank: answer for rank, answer in failed.items() if not answer["follows"]} or failed
     found: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What slurm/doctor.py looks at before a run: its folder, the space and speed of the disk, its shards."""
+"""Checks of the run folder and the shards for slurm/doctor.py: space, speed, locks, clocks, checksums, epochs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from data.corpus import Corpus
 from data.plan import CAUSAL, MASKED, OBJECTIVES
 from data.shards import MANIFEST_NAME, read_manifest, sha256_file
 from model_extra import build_model
-from slurm.doctor_table import FAIL, OK, WARN, Facts, Row
+from slurm.doctor_table import FAIL, OK, WARN, Measurements, Row
 from training.checkpoint import list_checkpoints
 from training.config import ConfigError
 from training.environment import Environment
@@ -46,7 +46,7 @@ def count_parameters(inputs: Inputs) -> int:
 
 
 def measure_run(inputs: Inputs, environment: Environment) -> dict[str, Any]:
-    """The run that the folder holds and the step from which training would go on. Raises what training would raise."""
+    """The run that the folder holds and the step from which training would resume. Raises as training would."""
     view = RunView(inputs.config.run_folder)
     lock = view.path / ".lock"
     if lock.exists():
@@ -58,9 +58,9 @@ def measure_run(inputs: Inputs, environment: Environment) -> dict[str, Any]:
                     f"--name: another process is training in {view.path}; wait for it or take another name"
                 ) from None
             except OSError:
-                pass  # a row of its own
-    places = view.checkpoint_folders
-    cut_off = sorted(p.name for kind in ("tmp", "old", "gone") for f in places for p in f.glob(f".{kind}_step_*"))
+                pass  # reported by assess_shared
+    folders = view.checkpoint_folders
+    cut_off = sorted(p.name for kind in ("tmp", "old", "gone") for f in folders for p in f.glob(f".{kind}_step_*"))
     checkpoint, notes = find_resume_point(view, inputs, was_restarted(environment), environment.job_id, mend=False)
     return {
         "used": view.used,
@@ -68,29 +68,29 @@ def measure_run(inputs: Inputs, environment: Environment) -> dict[str, Any]:
         "checkpoint": str(checkpoint.path) if checkpoint else None,
         "notes": notes,
         "cut_off": cut_off,
-        "saved": len(list_checkpoints(*places)),
+        "saved": len(list_checkpoints(*folders)),
     }
 
 
-def judge_run(run: Mapping[str, Any], inputs: Inputs) -> Row:
-    """What --resume would do."""
+def assess_run(run: Mapping[str, Any], inputs: Inputs) -> Row:
+    """The effect of --resume."""
     folder, last = inputs.config.run_folder, inputs.config.max_steps
     if run["checkpoint"]:
-        detail = f"goes on from step {run['step']} of {last}: {run['checkpoint']}"
+        detail = f"resumes from step {run['step']} of {last}: {run['checkpoint']}"
     else:
         detail = f"{folder} {'holds a run without checkpoints' if run['used'] else 'is unused'}: starts at step 0"
     lines = [detail, *run["notes"]]
     if run["cut_off"]:
-        lines.append(f"a save was cut off here ({', '.join(run['cut_off'])}); the next start mends that")
+        lines.append(f"a save was cut off here ({', '.join(run['cut_off'])}); the next start cleans up")
     if run["step"] == last:
         return Row(
             "run", WARN, f"{folder} is complete: {last} steps are done", "take another --name, or more steps", run
         )
-    return Row("run", WARN if len(lines) > 1 else OK, "\n".join(lines), facts=run)
+    return Row("run", WARN if len(lines) > 1 else OK, "\n".join(lines), numbers=run)
 
 
 class FolderProbe:
-    """A hidden folder in the run folder, made by rank 0, used by all and removed at the end with all that it needed."""
+    """A hidden folder in the run folder, made by rank 0, used by all ranks and removed at the end of its context."""
 
     def __init__(self, folder: Path):
         self._made: list[Path] = []
@@ -135,8 +135,11 @@ class FolderProbe:
             with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
                 path.rmdir()
 
-    def remove(self) -> None:
-        """Leave no trace."""
+    def __enter__(self) -> FolderProbe:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        """Remove all that was made."""
         if self._lock is not None:
             self._lock.close()
         shutil.rmtree(self.path, ignore_errors=True)
@@ -144,7 +147,7 @@ class FolderProbe:
 
 
 def measure_shared(probe: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """What this rank sees of rank 0's probe: the token, the lock, and the file system's clock."""
+    """Whether this rank sees the token and the lock of rank 0's probe, and the file system's clock."""
     folder = Path(probe["path"])
     for _ in range(50):  # a network file system may need a moment to show a new folder
         if (folder / "token").exists():
@@ -165,24 +168,24 @@ def measure_shared(probe: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return {"host": socket.gethostname(), "sees": sees, "locked_out": locked_out, "skew": skew}
 
 
-def judge_shared(facts: Facts, probe: Mapping[str, Any], clocks: Facts) -> list[Row]:
+def assess_shared(measured: Measurements, probe: Mapping[str, Any], clocks: Measurements) -> list[Row]:
     """One folder for all hosts, with locks and a common clock."""
-    blind = [rank for rank, found in facts.items() if not found["sees"]]
+    blind = [rank for rank, found in measured.items() if not found["sees"]]
     if blind:
-        hosts = sorted({facts[rank]["host"] for rank in blind})
-        detail = f"ranks {ranks_text(blind)} ({', '.join(hosts)}) do not see what rank 0 writes to the run folder"
+        hosts = sorted({measured[rank]["host"] for rank in blind})
+        detail = f"ranks {ranks_text(blind)} ({', '.join(hosts)}) do not see files that rank 0 writes to the run folder"
         return [Row("shared folder", FAIL, detail, "--output_dir must lie on a file system that all nodes share")]
-    hosts = {found["host"] for found in facts.values()}
-    seen = f"seen by {count(len(facts), 'rank')} on {count(len(hosts), 'host')}"
+    hosts = {found["host"] for found in measured.values()}
+    seen = f"seen by {count(len(measured), 'rank')} on {count(len(hosts), 'host')}"
     rows = [Row("shared folder", OK, f"{probe['path'].rpartition('/')[0]} is {seen}")]
-    free = [rank for rank, found in facts.items() if not found["locked_out"]]
+    free = [rank for rank, found in measured.items() if not found["locked_out"]]
     if probe["locks"] or free:
         why = probe["locks"] or f"ranks {ranks_text(free)} got a lock that rank 0 holds"
-        remedy = "see to it yourself that no two jobs have the same --name (Lustre: mount with -o flock)"
+        remedy = "never give two jobs the same --name (Lustre: mount with -o flock)"
         rows.append(Row("file locks", WARN, f"do not work here: {why}", remedy))
     else:
         rows.append(Row("file locks", OK, "flock keeps a second job out of the run folder"))
-    skew = max(abs(found["skew"]) for found in facts.values())
+    skew = max(abs(found["skew"]) for found in measured.values())
     times = [found["time"] for found in clocks.values()] or [0.0]
     apart = max(times) - min(times)
     detail = f"file system and hosts at most {time_text(skew)} apart"
@@ -194,7 +197,7 @@ def judge_shared(facts: Facts, probe: Mapping[str, Any], clocks: Facts) -> list[
     return rows
 
 
-def judge_space(probe: Mapping[str, Any], run: Mapping[str, Any], inputs: Inputs) -> list[Row]:
+def assess_space(probe: Mapping[str, Any], run: Mapping[str, Any], inputs: Inputs) -> list[Row]:
     """Room and speed for the checkpoints that are still to come."""
     config = inputs.config
     size = 16 * count_parameters(inputs)  # fp32 weights, their average and two moments
@@ -212,7 +215,7 @@ def judge_space(probe: Mapping[str, Any], run: Mapping[str, Any], inputs: Inputs
         remedy = "free space, change --output_dir, keep fewer (--keep_last 2) or save less often (--save_every)"
         rows = [Row("disk space", FAIL, detail, remedy, numbers)]
     else:
-        rows = [Row("disk space", OK, f"{size_text(free)} free for {plan} (quotas not looked at)", facts=numbers)]
+        rows = [Row("disk space", OK, f"{size_text(free)} free for {plan} (without quotas)", numbers=numbers)]
     if not probe["rate"]:
         return rows
     seconds = size / probe["rate"]
@@ -227,7 +230,7 @@ def judge_space(probe: Mapping[str, Any], run: Mapping[str, Any], inputs: Inputs
 
 
 def measure_shards(corpus: Corpus, checksums: str, rank: int, world_size: int) -> dict[str, Any]:
-    """Shards against their manifests: sizes and counts on every rank, SHA-256 sums shared out over the ranks.
+    """Shards against their manifests: sizes and counts on every rank, SHA-256 divided among the ranks.
 
     `checksums`: full: of all shards; quick: of the first and the last; off.
     """
@@ -246,18 +249,14 @@ def measure_shards(corpus: Corpus, checksums: str, rank: int, world_size: int) -
             problems.append(f"{shard.path} is not listed in {MANIFEST_NAME}")
             continue
         size = shard.path.stat().st_size
-        facts: list[tuple[Any, str]] = [
-            (size, "bytes"),
-            (shard.num_documents, "documents"),
-            (shard.num_tokens, "tokens"),
-        ]
+        actual: dict[str, Any] = {"bytes": size, "documents": shard.num_documents, "tokens": shard.num_tokens}
         if number in mine:
-            facts.append((sha256_file(shard.path), "sha256"))
+            actual["sha256"] = sha256_file(shard.path)
             read += size
         problems += [
-            f"{shard.path}: {name} is {found}, {MANIFEST_NAME} says {entry[name]}"
-            for found, name in facts
-            if found != entry[name]
+            f"{shard.path}: {name} is {value}, {MANIFEST_NAME} says {entry[name]}"
+            for name, value in actual.items()
+            if value != entry[name]
         ]
     problems += [
         f"{folder / MANIFEST_NAME} names another tokenizer than its shards"
@@ -272,11 +271,11 @@ def _listed(folder: Path) -> bool:
     return (folder / MANIFEST_NAME).exists()
 
 
-def judge_shards(facts: Facts, name: str, corpus: Corpus) -> Row:
+def assess_shards(measured: Measurements, name: str, corpus: Corpus) -> Row:
     """Shards are what their manifests say."""
-    problems = sorted({problem for found in facts.values() for problem in found["problems"]})
-    first, read = facts[0], sum(found["read"] for found in facts.values())
-    seconds = max(found["seconds"] for found in facts.values())
+    problems = sorted({problem for found in measured.values() for problem in found["problems"]})
+    first, read = measured[0], sum(found["read"] for found in measured.values())
+    seconds = max(found["seconds"] for found in measured.values())
     total = sum(shard.path.stat().st_size for shard in corpus.shards)
     detail = f"{count(len(corpus.shards), 'shard')}, {size_text(total)}, {corpus.num_documents:,} documents, "
     detail += f"{corpus.num_tokens:,} tokens"
@@ -292,11 +291,11 @@ def judge_shards(facts: Facts, name: str, corpus: Corpus) -> Row:
         rate = f" at {read / seconds / 1e6:,.0f} MB/s" if read > 1 << 20 else ""
         detail += f"; SHA-256 of {first['chosen']} right{rate}"
     else:
-        detail += "; SHA-256 not looked at (--checksums off)"
-    return Row(name, OK, detail, facts=numbers)
+        detail += "; SHA-256 not checked (--checksums off)"
+    return Row(name, OK, detail, numbers=numbers)
 
 
-def judge_epochs(inputs: Inputs) -> Row:
+def assess_epochs(inputs: Inputs) -> Row:
     """How often the plan reads the corpus."""
     tokens = inputs.corpus.tokens_before_epoch(1)
     epochs = {name: inputs.plan.objective_tokens(number) / tokens for number, name in enumerate(OBJECTIVES)}

@@ -1,4 +1,4 @@
-"""Batches and steps before a run, for slurm/doctor.py: their shares, what they need, and a few made for real."""
+"""Checks of batches and steps for slurm/doctor.py: rows by rank, memory, and a few real optimizer steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from data.loader import StepBatch, micro_batch_rows
 from data.plan import OBJECTIVES, rows_of_rank
 from slurm.doctor_machine import seconds_left
 from slurm.doctor_run import count_parameters
-from slurm.doctor_table import OK, WARN, Facts, Row
+from slurm.doctor_table import OK, WARN, Measurements, Row
 from training import kernel_report
 from training.distributed import World
 from training.environment import Environment
@@ -25,10 +25,10 @@ from training.summary import flops_per_token, target_share
 from training.wording import count, size_text, time_text
 
 # Beyond these a row is WARN.
-_IDLE = 0.1  # share of a step for which ranks wait for others, or of a rank's micro-batches that holds no row
-_FULL_MEMORY = 0.95  # share of a device's memory that a step reached
+_IDLE = 0.1  # fraction of a step for which ranks wait for others, or of a rank's micro-batches that holds no row
+_FULL_MEMORY = 0.95  # fraction of a device's memory that a step reached
 
-PATIENT_STEP = 60.0  # seconds: steps on a CPU that would take longer are tried with one row
+LONG_STEP = 60.0  # seconds: steps on a CPU that would take longer are tried with one row
 
 
 # Batches
@@ -43,8 +43,8 @@ def ends_of_lengths(inputs: Inputs, start: int = 0) -> list[tuple[int, int]]:
     return list(ends.values())
 
 
-def judge_batch(inputs: Inputs, world_size: int) -> Row:
-    """How global batches fall to ranks and micro-batches. Raises ConfigError where they cannot be shared out."""
+def assess_batch(inputs: Inputs, world_size: int) -> Row:
+    """How global batches fall to ranks and micro-batches. Raises ConfigError where the rows cannot be divided."""
     split = check_world(inputs, world_size)
     config = inputs.config
     lines, notes, numbers = [f"for {count(world_size, 'rank')}, split {split}:"], [], []
@@ -72,17 +72,17 @@ def judge_batch(inputs: Inputs, world_size: int) -> Row:
     return Row("batch", WARN if notes else OK, "\n".join(lines), remedy, {"split": split, "steps": numbers})
 
 
-def judge_memory(inputs: Inputs, facts: Facts, device: torch.device, world_size: int) -> Row:
-    """The estimate against the devices; the real step below has the last word."""
+def assess_memory(inputs: Inputs, measured: Measurements, device: torch.device, world_size: int) -> Row:
+    """The estimate against the devices; the real step below measures."""
     config, model, parameters = inputs.config, inputs.model_config, count_parameters(inputs)
     absent = {name for name, reason in kernel_report.missing(config, model, device).items() if reason}
     split = check_world(inputs, world_size)
     need = memory_estimate(config, model, inputs.plan, parameters, absent, world_size, split)
-    sizes = [place["gpu"]["total"] for place in facts.values() if place["gpu"]]
+    sizes = [own["gpu"]["total"] for own in measured.values() if own["gpu"]]
     of = f" of {size_text(min(sizes))}" if sizes else ""
     detail = f"tensors of about {size_text(need)}{of} a device for {parameters:,} parameters (estimate)"
     if not sizes:
-        return Row("memory", OK, detail, facts={"estimate": need})
+        return Row("memory", OK, detail, numbers={"estimate": need})
     fits = need < min(sizes)
     remedy = "" if fits else "lower --local_batch_size: it changes speed alone"
     return Row("memory", OK if fits else WARN, detail, remedy, {"estimate": need, "total": min(sizes)})
@@ -208,37 +208,48 @@ def measure_steps(trial: StepTrial, world: World) -> dict[str, Any]:
     return found
 
 
-def judge_steps(facts: dict[int, Any], trial: StepTrial, environment: Environment) -> list[Row]:
+def assess_steps(measured: Measurements, trial: StepTrial, environment: Environment) -> list[Row]:
     """The step that was made, how long the run will take, and whether the loader keeps up."""
-    config, plan = trial.inputs.config, trial.inputs.plan
-    length = plan.longest_row
+    duration = _assess_duration(measured, trial, environment)
+    return [_assess_step(measured, trial), duration, _assess_loader(measured, trial, duration)]
+
+
+def _assess_step(measured: Measurements, trial: StepTrial) -> Row:
+    """Losses, time and memory of the last real step."""
+    config, length = trial.inputs.config, trial.inputs.plan.longest_row
     kind = f"{'bf16' if config.mixed_precision else 'fp32'}{', compiled' if config.compile else ''}"
-    first = max(found["first"] for found in facts.values())
-    losses = ", ".join(f"{name} loss {loss:.2f}" for name, loss in facts[0]["losses"].items())
-    detail = f"{facts[0]['rows']} x {length} tokens, {kind}: {losses}, first step {time_text(first)}"
+    first = max(found["first"] for found in measured.values())
+    losses = ", ".join(f"{name} loss {loss:.2f}" for name, loss in measured[0]["losses"].items())
+    detail = f"{measured[0]['rows']} x {length} tokens, {kind}: {losses}, first step {time_text(first)}"
     result, remedy = OK, ""
     if trial.one_row:
-        detail += f"; with one row, as a full micro-batch would take over {time_text(PATIENT_STEP)} here"
-    peaks = {rank: found["peak"] for rank, found in facts.items() if found["peak"]}
+        detail += f"; with one row, as a full micro-batch would take over {time_text(LONG_STEP)} here"
+    peaks = {rank: found["peak"] for rank, found in measured.items() if found["peak"]}
     if peaks:
         worst = max(peaks, key=lambda rank: peaks[rank])
-        total = facts[worst]["total"]
+        total = measured[worst]["total"]
         detail += f", peak {size_text(peaks[worst])} of {size_text(total)}"
         if peaks[worst] > _FULL_MEMORY * total:
             result, remedy = WARN, "lower --local_batch_size: it changes speed alone, and memory may fragment"
-    rows = [Row("training step", result, detail, remedy, {str(rank): found for rank, found in facts.items()})]
+    numbers = {str(rank): found for rank, found in measured.items()}
+    return Row("training step", result, detail, remedy, numbers)
 
+
+def _assess_duration(measured: Measurements, trial: StepTrial, environment: Environment) -> Row:
+    """The time of the remaining steps, each at the pace of the slowest rank, against the job's time limit."""
+    config, plan = trial.inputs.config, trial.inputs.plan
+    length = plan.longest_row
     seconds = 0.0
     for step in range(trial.start, config.max_steps):
         key = str(plan.step(step).seq_length)
-        times = [found["lengths"].get(key, found["lengths"][str(length)]) for found in facts.values()]
+        times = [found["lengths"].get(key, found["lengths"][str(length)]) for found in measured.values()]
         seconds += trial.micro_batch(step)[1] * max(t["micro_batch"] for t in times) + max(t["rest"] for t in times)
     tokens = plan.tokens_before(config.max_steps) - plan.tokens_before(trial.start)
     rate = tokens / seconds
     detail = f"about {time_text(seconds)} for {count(config.max_steps - trial.start, 'step')} at {rate:,.0f} tokens/s, "
     detail += "without validation and saving"
-    if len(facts) < trial.world_size:
-        detail += f"; as if all {trial.world_size} ranks were like this process, and sums cost nothing"
+    if len(measured) < trial.world_size:
+        detail += f"; as if all {trial.world_size} ranks were like this process, and all_reduce were free"
     left, starts = seconds_left(environment), 1
     result, remedy = OK, ""
     if left is not None:
@@ -248,13 +259,15 @@ def judge_steps(facts: dict[int, Any], trial: StepTrial, environment: Environmen
             result, remedy = WARN, "submit with requeueing, or a longer --time"
         else:
             detail += f"; fits the job, which ends in {time_text(left)}"
-    rows.append(
-        Row("duration", result, detail, remedy, {"seconds": seconds, "tokens_per_second": rate, "starts": starts})
-    )
+    numbers = {"seconds": seconds, "tokens_per_second": rate, "starts": starts}
+    return Row("duration", result, detail, remedy, numbers)
 
-    build, need = min(found["build_rate"] for found in facts.values()), rate / trial.world_size
+
+def _assess_loader(measured: Measurements, trial: StepTrial, duration: Row) -> Row:
+    """Tokens a second that the slowest rank's loader makes against those that training takes."""
+    build = min(found["build_rate"] for found in measured.values())
+    need = duration.numbers["tokens_per_second"] / trial.world_size
     detail = f"builds {build:,.0f} tokens/s a rank, training takes {need:,.0f}"
     slow = build < need
     remedy = "more cores a rank (--cpus-per-task), or shards on a faster file system" if slow else ""
-    rows.append(Row("loader", WARN if slow else OK, detail, remedy, {"build_rate": build}))
-    return rows
+    return Row("loader", WARN if slow else OK, detail, remedy, {"build_rate": build})

@@ -76,7 +76,11 @@ def test_everything_is_fine(inputs, tmp_path, capsys):
     code, rows, printed = examined(capsys, given, tmp_path / "report.json")
     assert code == 0, printed
     assert {row["result"] for row in rows.values()} == {OK, SKIP}, printed
-    assert [name for name, row in rows.items() if row["result"] == SKIP] == ["process group", "host sums", "all-reduce"]
+    assert [name for name, row in rows.items() if row["result"] == SKIP] == [
+        "process group",
+        "host all_reduce",
+        "device all_reduce",
+    ]
     assert len(rows) == 24
     lines = printed.splitlines()
     assert lines[0].split() == ["check", "result", "detail"]
@@ -85,14 +89,14 @@ def test_everything_is_fine(inputs, tmp_path, capsys):
     content = json.loads((tmp_path / "report.json").read_text())
     assert content["counts"] == {OK: 21, WARN: 0, FAIL: 0, SKIP: 3}
     assert content["arguments"][: len(given)] == given
-    assert rows["disk space"]["facts"]["checkpoints"] == 2
+    assert rows["disk space"]["numbers"]["checkpoints"] == 2
     assert (rows["kernels"]["result"], rows["kernels"]["detail"]) == (OK, "none, since they need a CUDA device")
-    assert rows["duration"]["facts"]["seconds"] > 0
-    assert rows["training step"]["facts"]["0"]["lengths"].keys() == {"16", "32"}
-    losses = rows["training step"]["facts"]["0"]["losses"]
+    assert rows["duration"]["numbers"]["seconds"] > 0
+    assert rows["training step"]["numbers"]["0"]["lengths"].keys() == {"16", "32"}
+    losses = rows["training step"]["numbers"]["0"]["losses"]
     assert losses
     assert all(4 < loss < 8 for loss in losses.values())  # the logarithm of the vocabulary is 5.8
-    assert rows["batch"]["facts"]["steps"][0]["rows"] == 64
+    assert rows["batch"]["numbers"]["steps"][0]["rows"] == 64
     assert {path.name for path in tmp_path.iterdir()} == {"report.json"}  # folders made for a probe are gone
     assert tree(inputs) == before
 
@@ -101,7 +105,7 @@ def test_a_planned_world(inputs, tmp_path, capsys):
     given = arguments(inputs, tmp_path)
     code, rows, _ = examined(capsys, given, tmp_path / "report.json", "--assume_world_size=4")
     assert code == 0
-    assert rows["batch"]["facts"]["split"] == "ranks"
+    assert rows["batch"]["numbers"]["split"] == "ranks"
     assert rows["batch"]["detail"].startswith("for 4 ranks, split ranks:\nstep      0:     64 x 16   -> 16 a rank")
     assert "as if all 4 ranks were like this process" in rows["duration"]["detail"]
     code, rows, _ = examined(capsys, given, tmp_path / "report.json", "--assume_world_size=5")
@@ -150,7 +154,7 @@ def test_damaged_shards(inputs, tmp_path, capsys):
     assert rows["training step"]["result"] == OK  # what can run does run
     code, rows, _ = examined(capsys, given, tmp_path / "report.json", "--checksums=off")
     assert (code, rows["train shards"]["result"]) == (0, OK)
-    assert "not looked at" in rows["train shards"]["detail"]
+    assert "not checked" in rows["train shards"]["detail"]
 
     shards[2].write_bytes(whole[:-8])
     code, rows, _ = examined(capsys, given, tmp_path / "report.json")
@@ -209,11 +213,11 @@ def test_a_run_to_go_on_with(inputs, tmp_path, capsys):
     shutil.rmtree(tmp_path / "runs" / "run" / "checkpoints" / "step_00000004")
     code, rows, _ = examined(capsys, given, tmp_path / "report.json")
     assert (code, rows["run"]["result"]) == (0, OK)
-    assert rows["run"]["detail"].startswith("goes on from step 2 of 4: ")
-    assert rows["disk space"]["facts"]["checkpoints"] == 1
+    assert rows["run"]["detail"].startswith("resumes from step 2 of 4: ")
+    assert rows["disk space"]["numbers"]["checkpoints"] == 1
     checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step_00000002"
     size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-    assert rows["disk space"]["facts"]["checkpoint_bytes"] == pytest.approx(size, rel=0.05)
+    assert rows["disk space"]["numbers"]["checkpoint_bytes"] == pytest.approx(size, rel=0.05)
 
     (checkpoint.parent / ".tmp_step_00000004").mkdir()
     before = tree(tmp_path / "runs")
@@ -278,13 +282,13 @@ def test_a_step_that_fails(inputs, tmp_path, capsys, monkeypatch):
     assert (code, rows["training step"]["result"]) == (1, FAIL)
     assert "loss is" in rows["training step"]["detail"] or "gradient norm" in rows["training step"]["detail"]
     assert "Traceback" not in printed
-    monkeypatch.setattr("slurm.doctor.PATIENT_STEP", 0.0)
+    monkeypatch.setattr("slurm.doctor.LONG_STEP", 0.0)
     code, rows, _ = examined(capsys, arguments(inputs, tmp_path), tmp_path / "report.json")
     assert code == 0
     assert rows["training step"]["detail"].startswith("1 x 32 tokens, fp32")
     assert "with one row" in rows["training step"]["detail"]
     # Whatever a check meets is a row; the others go on.
-    monkeypatch.setattr("slurm.doctor.judge_batch", lambda *_: 1 / 0)
+    monkeypatch.setattr("slurm.doctor.assess_batch", lambda *_: 1 / 0)
     code, rows, _ = examined(capsys, arguments(inputs, tmp_path), tmp_path / "report.json")
     assert (code, rows["batch"]["detail"]) == (1, "ZeroDivisionError: division by zero")
     assert rows["training step"]["result"] == OK
@@ -301,12 +305,12 @@ def test_two_ranks(inputs, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["check"]: row for row in json.loads((tmp_path / "report.json").read_text())["rows"]}
     results = {name: row["result"] for name, row in rows.items() if row["result"] != OK}
-    assert set(results) <= {"processors", "host sums", "loader"}, done.stdout  # a busy machine may be warned of
+    assert set(results) <= {"processors", "host all_reduce", "loader"}, done.stdout  # a busy machine may be warned of
     assert done.stdout.count("train shards") == 1  # one rank speaks
-    assert "gloo: known sums right" in rows["all-reduce"]["detail"]
-    assert rows["all-reduce"]["facts"]["rates"].keys() == {str(1 << 20), str(4 << 20)}
+    assert "gloo: known sums right" in rows["device all_reduce"]["detail"]
+    assert rows["device all_reduce"]["numbers"]["rates"].keys() == {str(1 << 20), str(4 << 20)}
     assert "ranks 0-1 on CPU" in rows["ranks"]["detail"]
-    assert rows["train shards"]["facts"]["bytes_read"] == rows["train shards"]["facts"]["bytes"]
+    assert rows["train shards"]["numbers"]["bytes_read"] == rows["train shards"]["numbers"]["bytes"]
     assert not (tmp_path / "runs").exists()
 
 
@@ -329,12 +333,12 @@ def test_a_rank_that_never_comes(inputs, tmp_path, capsys, monkeypatch):
     code, rows, _ = examined(capsys, arguments(inputs, tmp_path / "runs"), tmp_path / "report.json", "--timeout=1")
     assert (code, ends) == (1, [1])
     assert (rows["ranks"]["result"], rows["ranks"]["detail"]) == (FAIL, "rank 1 did not answer within 1 s")
-    assert rows["all-reduce"]["result"] == rows["training step"]["result"] == SKIP
+    assert rows["device all_reduce"]["result"] == rows["training step"]["result"] == SKIP
     assert rows["train shards"]["result"] == rows["disk space"]["result"] == rows["batch"]["result"] == OK
 
 
 def on_two_ranks(function) -> list:
-    """function(doctor) on two threads that meet as ranks do."""
+    """function(doctor) on two threads that share a rendezvous store as ranks do."""
     port, results, threads = free_port(), [None, None], []
     for rank in (0, 1):
         place = Environment("slurm", rank, rank, 2, 2, master_port=port)
@@ -356,8 +360,8 @@ def test_one_rank_fails():
                 raise KeyError("disk")
             return 5
 
-        failed = doctor.check("first", measure, lambda facts: [])
-        after = doctor.check("second", lambda: doctor.store.rank, lambda facts: [])
+        failed = doctor.check("first", measure, lambda measured: [])
+        after = doctor.check("second", lambda: doctor.store.rank, lambda measured: [])
         found = failed, after, doctor.report.rows
         doctor.store.close()
         return found
@@ -378,7 +382,7 @@ def test_a_rank_that_fails_inside_a_collective_frees_the_others():
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
             threading.Event().wait(30)
 
-        found = doctor.together("step", measure, lambda facts: [], 20, torch.device("cpu"), "")
+        found = doctor.check("step", measure, lambda measured: [], 20, torch.device("cpu"))
         seconds = time.monotonic() - started
         rows = doctor.report.rows
         doctor.store.close()
