@@ -1,18 +1,150 @@
 """Hybrid masked/causal pretraining on one device: a CUDA GPU or the CPU.
 
-The training itself is training/loop.py; this script only says how the world is made.
+train_multi_gpu.py is the same run on the ranks of SLURM or torchrun.
 """
 
 import sys
 
-from training.preemption import early_signals
+from training.preemption import StopSignals, early_signals
+
+# Before torch is imported: that takes seconds, and SLURM may not wait so long with a signal.
+signals = early_signals() if __name__ == "__main__" else None
+
+from collections.abc import Callable, Sequence
+
+from data.loader import Loader
+from evaluation.pair_accuracy import PairAccuracy
+from evaluation.samples import sample_texts
+from report.html_report import publish_report
+from training.background import leave
+from training.config import TrainingConfig, parse_on_rank
+from training.distributed import World, single_world
+from training.errors import HardwareError
+from training.inputs import Inputs, choose_split, read_inputs
+from training.metric_logger import NullLogger, open_logger, wandb_mode
+from training.rank_checks import check_same_run
+from training.resume import open_run
+from training.run_end import RunEnd
+from training.saving import Saver, save
+from training.schedules import due
+from training.state import TrainState
+from training.status import StatusFile
+from training.step import agree, train_step, warm_up
+from training.step_metrics import AsyncStepMetrics
+from training.stopping import Stop, StopConditions, most_urgent
+from training.summary import describe
+from training.validation import validation_line, validation_metrics
+from training.watchdog import Watchdog
+
+_DATA_SECONDS = 1.0  # to wait for rows before looking whether a rank wants to stop
+
+
+def main(
+    arguments: Sequence[str],
+    connect: Callable[[TrainingConfig], World] = single_world,
+    signals: StopSignals | None = None,
+    description: str = (__doc__ or "").splitlines()[0],
+) -> int:
+    """One rank's part of a run, from the command line to the last checkpoint; returns the exit code (see errors.py).
+
+    connect: makes the world, of one process or of the ranks of SLURM or torchrun. signals: handlers already in place.
+    """
+    with RunEnd(signals) as end:  # closes what was opened; errors become sentences and exit codes
+        # ---------------------------------------- What to train: refused here in one sentence, or not at all
+        config = end.config = parse_on_rank(arguments, description, alone=connect is single_world)
+        wandb_mode(config)  # better to know now that wandb is missing
+        inputs = read_inputs(config)  # tokenizer, model sizes, shards, and the plan of every global batch
+        pairs = PairAccuracy.read(inputs)
+        world = end.connects(connect(config))
+        inputs = inputs.on_device(world.device)
+        config = end.config = inputs.config
+        check_same_run(inputs, world, pairs.content if pairs else "")  # ranks that differ might wait for each other
+        split = choose_split(config, inputs.plan, world.size)
+
+        # ---------------------------------------- Where it starts: step 0, or a checkpoint of any number of ranks
+        start = open_run(inputs, world, end.stack)  # rank 0 alone has the run folder, and holds its lock
+        if world.size > 1:
+            end.closes(Watchdog(config, world))
+        state = TrainState.create(config, inputs.model_config, inputs.builder.options, world, start.checkpoint)
+        if world.is_main:
+            told = describe(inputs, world, split, state.parameters, state.step, pairs.summary if pairs else "")
+            print(told, flush=True)
+        status = StatusFile(config.run_folder, world.environment, config.max_steps)
+        if state.step == config.max_steps:
+            return end.already_complete(status)
+        conditions = StopConditions(config, end.signals, world.environment, start.attempt, state.checkpoint_bytes)
+        log, saver = end.log, None
+        if start.folder is not None:
+            log = end.opens(open_logger(start.folder, inputs, world, state.step, status, conditions.signalled), status)
+            saver = Saver(start.folder, inputs, log, conditions, status)
+        if config.compile:
+            log.say(warm_up(state, inputs.builder, split, config.local_batch_size))
+        loader = end.closes(inputs.loader(world, split, state.step))
+
+        # ---------------------------------------- The loop, and how it ends: finished, stopped, or requeued by SLURM
+        end.stop = run_steps(state, inputs, pairs, loader, log, saver, conditions)
+        end.step = state.step
+        if end.stop is None and saver is not None:
+            end.finish()
+            publish_report(config.run_folder, log, state.step)
+            log.say(f"done: {config.max_steps} steps; the model is in {saver.newest}")
+    return end.code
+
+
+def run_steps(
+    state: TrainState,
+    inputs: Inputs,
+    pairs: PairAccuracy | None,
+    loader: Loader,
+    log: NullLogger,
+    saver: Saver | None,
+    conditions: StopConditions,
+) -> Stop | None:
+    """All remaining steps; returns what stopped the run before its last, or None. log, saver: write on rank 0."""
+    config, plan, world, held_out = inputs.config, inputs.plan, state.world, inputs.held_out
+    metrics = AsyncStepMetrics(world, inputs.model_config)
+    saved = state.step  # what it began with is in a checkpoint already, or follows from the seed
+    while state.step < config.max_steps:
+        batch = loader.peek(
+            _DATA_SECONDS
+        )  # this rank's rows of global batch `state.step`; None while they are not ready
+        if loader.late > 60 * config.collective_timeout:
+            raise HardwareError(f"no rows came from {config.train_path} for {loader.late:.0f} s; do its disks answer?")
+        request = conditions.requested(log.problem)
+        targets, stopping, ready = agree(world, batch, request is not None, state.step)
+        if stopping:
+            log.log_steps(metrics.flush(), last=True)  # raises before a bad state could be saved
+            if saved != state.step:
+                save(state, saver, last=True)
+            return most_urgent(world.all_gather_objects(request, "stop requests"))
+        if batch is None or not ready:  # an epoch's index takes its time: a stop is heard nevertheless, by all ranks
+            continue
+
+        waited = loader.advance()
+        step = train_step(state, batch, targets, config, plan)  # micro-batches, all_reduce, clipping, LAMB, EMA
+        log.log_steps(metrics.push(step, loader_wait_seconds=waited))
+
+        validates = held_out is not None and due(state.step, config.validate_every, config.max_steps)
+        evaluates = pairs is not None and due(state.step, config.evaluate_every, config.max_steps)
+        saves = due(state.step, config.save_every, config.max_steps) or state.step in config.save_steps
+        if not (validates or evaluates or saves):
+            continue
+        log.log_steps(metrics.flush(), last=validates or evaluates)
+        world.progress.in_step = False  # until the next agreement, before which rank 0 may have more to do
+        if validates and held_out is not None:
+            found = validation_metrics(state, inputs)
+            log.log(found)
+            log.say(validation_line(found))
+            log.log_samples(lambda: sample_texts(state, held_out.corpus, inputs.tokenizer_text, config))
+        if evaluates and pairs is not None:
+            found = pairs.measure(state, plan.tokens_before(state.step))
+            log.log(found)
+            log.say(pairs.line(found))
+        if saves and save(state, saver, last=state.step == config.max_steps):
+            saved = state.step
+        metrics.restart_clock()
+    return None
+
 
 if __name__ == "__main__":
-    signals = early_signals()  # before torch is imported: that takes seconds, and SLURM may not wait
-
-    from training.background import leave
-    from training.distributed import single_world
-    from training.loop import main
-
-    about = "Hybrid masked/causal pretraining on one device: a CUDA GPU or the CPU."
-    leave(main(sys.argv[1:], about, single_world, signals))
+    leave(main(sys.argv[1:], single_world, signals))

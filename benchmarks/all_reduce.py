@@ -25,12 +25,17 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
-import training.loop
+import train_single_gpu
+import training.state
 from benchmarks.timing import has_cuda
 from data.cli import Parser
-from training.distributed import World, single_world, start_world
+from data.loader import StepBatch
+from data.plan import DataPlan
+from training.config import TrainingConfig
+from training.distributed import single_world, start_world
 from training.gradients import GradientBuckets
-from training.step import InFlightStep, TrainState
+from training.state import TrainState
+from training.step_metrics import InFlightStep
 
 _TRACED_STEPS = 4
 _PARTS = ("micro-batches", "sums awaited", "rest")
@@ -55,13 +60,15 @@ class Steps:
         self._trace, self._profile = trace, None
         self._events: list[list[torch.cuda.Event]] = []
 
-    def train_step(self, state: TrainState, inputs: Any, world: World, *arguments: Any) -> InFlightStep:
+    def train_step(
+        self, state: TrainState, batch: StepBatch, targets: tuple[int, int], config: TrainingConfig, plan: DataPlan
+    ) -> InFlightStep:
         """training.step.train_step between two events."""
         gradients = state.gradients
         assert isinstance(gradients, TimedGradients)
-        self._follow(state.step - inputs.config.max_steps // 2, world.rank)
+        self._follow(state.step - config.max_steps // 2, state.world.rank)
         gradients.marks, begin = [], _now()
-        done = _train_step(state, inputs, world, *arguments)
+        done = _train_step(state, batch, targets, config, plan)
         self._events.append([begin, *gradients.marks, _now()] if gradients.marks else [])
         return done
 
@@ -107,7 +114,7 @@ def show(ranks: list[list[list[float]]]) -> None:
     print(f"micro-batches: {mean:.2f} by the mean of ranks, {slowest:.2f} by the slowest; least awaited: {least:.2f}")
 
 
-_train_step, _train = training.loop.train_step, training.loop.train
+_train_step, _run_steps = train_single_gpu.train_step, train_single_gpu.run_steps
 
 
 def main() -> int:
@@ -123,16 +130,16 @@ def main() -> int:
     steps = Steps(options.trace)
     size = {"bucket_bytes": int(options.bucket_mib * 2**20)} if options.bucket_mib else {}
 
-    def train(inputs: Any, world: World, *arguments: Any) -> int:
-        code = _train(inputs, world, *arguments)
-        ranks = world.all_gather_objects(steps.milliseconds(), "timings")
-        if world.is_main:
+    def run_steps(state: TrainState, *arguments: Any) -> Any:
+        stop = _run_steps(state, *arguments)
+        ranks = state.world.all_gather_objects(steps.milliseconds(), "timings")
+        if state.world.is_main:
             show(ranks)
-        return code
+        return stop
 
-    training.loop.GradientBuckets = functools.partial(TimedGradients, **size)
-    training.loop.train_step, training.loop.train = steps.train_step, train
-    return training.loop.main(flags, "", start_world if "RANK" in os.environ else single_world)
+    training.state.GradientBuckets = functools.partial(TimedGradients, **size)
+    train_single_gpu.train_step, train_single_gpu.run_steps = steps.train_step, run_steps
+    return train_single_gpu.main(flags, start_world if "RANK" in os.environ else single_world)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ from model_extra import build_model
 from ops.bit_sums import BitSums
 from ops.reference import VARIABLE
 from training.ema import Ema
-from training.optimizers import make_optimizer, named_state
-from training.update import OptimizerStep
+from training.optimizers import OptimizerStep, make_optimizer, named_state
 
 _ROOT = Path(__file__).resolve().parent.parent
 _BYTES = 52  # an element of the fused passes: g; g m v w -> m v; m v w a -> w a

@@ -25,9 +25,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+import train_single_gpu
 from data.cli import Parser
 from ops.reference import VARIABLE, reference_parts
-from training import forward_backward, loop, update
+from training import forward_backward, optimizers
 from training.distributed import single_world
 
 _MARK = "part: "
@@ -101,9 +102,9 @@ def main() -> int:
     steps = max(2, options.max_steps)
     flags.append(f"--max_steps={steps}")
     os.environ[VARIABLE] = ",".join({*reference_parts(), "graphs"})
-    plain_step, done, results = loop.train_step, 0, {}
+    plain_step, done, results = train_single_gpu.train_step, 0, {}
 
-    def step(state: Any, inputs: Any, *rest: Any) -> Any:
+    def step(state: Any, *rest: Any) -> Any:
         nonlocal done
         done += 1
         if done == 1:
@@ -116,21 +117,21 @@ def main() -> int:
                 setattr(module, name, _mark(getattr(module, name), part))
             state.model.embedding.forward = _mark(state.model.embedding.forward, "embedding and inputs")
         if done != steps - 1:
-            return plain_step(state, inputs, *rest)
+            return plain_step(state, *rest)
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            pending = plain_step(state, inputs, *rest)
+            pending = plain_step(state, *rest)
             torch.cuda.synchronize()
         parts = part_of_events(profiler.events())
         results.update({name: round(milliseconds, 3) for name, milliseconds in parts.most_common()})
         return pending
 
-    loop.train_step = step
-    update.OptimizerStep.__call__ = _mark(update.OptimizerStep.__call__, _OPTIMIZER)
+    train_single_gpu.train_step = step
+    optimizers.OptimizerStep.__call__ = _mark(optimizers.OptimizerStep.__call__, _OPTIMIZER)
     forward_backward.hybrid_loss = _mark(forward_backward.hybrid_loss, "embedding and inputs")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = loop.main(flags, "", single_world)
+        code = train_single_gpu.main(flags, single_world)
     print(json.dumps(results) if code == 0 else out.getvalue())
     return code
 

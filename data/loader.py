@@ -201,7 +201,7 @@ class Loader:
         self._stopped = threading.Event()
         self._next: StepBatch | None = None  # seen, but not taken
         self._ended = False
-        self.waited = self.late = 0.0
+        self.waited = self.late = self._waited_before = 0.0
         self._thread = threading.Thread(target=self._work, name="loader", daemon=True)
         self._thread.start()
 
@@ -241,9 +241,11 @@ class Loader:
             self._next = item
         return self._next
 
-    def advance(self) -> None:
-        """Go on to the step after the one seen."""
+    def advance(self) -> float:
+        """Go on to the step after the one seen; returns the seconds that the consumer has waited for that one."""
         self._next = None
+        waited, self._waited_before = self.waited - self._waited_before, self.waited
+        return waited
 
     def __iter__(self) -> Iterator[StepBatch]:
         while (batch := self.peek()) is not None:

@@ -36,7 +36,7 @@ from evaluation.finetune_metrics import measures
 from evaluation.finetune_training import Finetuner, Settings, encode
 from evaluation.generation import UsageError, add_model_flags, load, run
 from model import LTGBert
-from training.compiling import compile_layers
+from training.forward_backward import compile_layers
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -29,8 +29,10 @@ from evaluation.token_log_probs import (
     sentence_sums,
     token_scores,
 )
-from training.config import ConfigError
+from training.config import ConfigError, TrainingConfig
 from training.distributed import World
+from training.inputs import Inputs
+from training.state import TrainState
 
 MODES = ("masked", "causal", "fused")
 PHENOMENON = "linguistics_term"  # BLiMP's name for it
@@ -267,3 +269,46 @@ def pairs_line(metrics: Mapping[str, Any], scorer: PairScorer) -> str:
         shown = ", ".join(f"{mode} {100 * value:.1f} %" for mode, value in values if value is not None)
         parts.append(f"{each.name} {shown}")
     return f"step {metrics['step']:>6}  minimal pairs (EMA): {'; '.join(parts)}"
+
+
+class PairAccuracy:
+    """Minimal pairs of --evaluate_data, measured during training."""
+
+    def __init__(self, scorer: PairScorer, config: TrainingConfig) -> None:
+        self.scorer, self._config = scorer, config
+
+    @classmethod
+    def read(cls, inputs: Inputs) -> PairAccuracy | None:
+        """The pairs that --evaluate_data names; None where it names none. Raises ConfigError."""
+        config, options = inputs.config, inputs.builder.options
+        if not config.evaluate_data:
+            return None
+        tokenizer = Tokenizer.from_str(inputs.tokenizer_text)
+        tokenizer.encode_special_tokens = True  # "</s>" in a text is text
+        special = SpecialIds(options.bos_id, None, options.pad_id, options.mask_id)  # a sentence is no whole document
+        sets = read_pair_sets([config.evaluate_data], "--evaluate_data")
+        return cls(PairScorer(sets, tokenizer, special), config)
+
+    @property
+    def summary(self) -> str:
+        """What there is, in a line."""
+        every = self._config.evaluate_every
+        counts = ", ".join(f"{each.name} {len(each.pairs):,}" for each in self.scorer.sets)
+        return f"{counts}; {f'every {every} steps' if every else 'at the end'}"
+
+    @property
+    def content(self) -> str:
+        """All of it as a text, for comparing ranks."""
+        return repr(self.scorer.sets)
+
+    def measure(self, state: TrainState, tokens: int) -> dict[str, Any]:
+        """Metrics of the averaged weights, in batches of the shape that validation uses. tokens: trained on so far."""
+        config, autocast = self._config, state.forward_backward.mixed_precision
+        shape = BatchShape(config.local_batch_size, config.seq_length)
+        with state.ema.swapped_in(state.model):
+            found = evaluate_pairs(state.model, self.scorer, state.world, shape, config.evaluate_mode, autocast)
+        return {"step": state.step, "stats/tokens": tokens, **found}
+
+    def line(self, metrics: Mapping[str, Any]) -> str:
+        """What the console says of `measure`'s metrics."""
+        return pairs_line(metrics, self.scorer)

@@ -27,8 +27,9 @@ from model import LTGBert
 from report.plot import PlotError
 from report.runs import SAMPLES, read_lines, read_object
 from training.checkpoint import CheckpointError, load_model, locate
-from training.config import ConfigError
+from training.config import ConfigError, TrainingConfig
 from training.distributed import choose_device
+from training.state import TrainState
 
 MASK = "<mask>"
 _PROMPT, _NEW, _ROW = 16, 40, 40  # tokens: of a prompt, of its continuation, of a row with gaps
@@ -232,6 +233,21 @@ def write_samples(folder: Path, prompts: Sequence[str], gaps: Sequence[str], dev
     found = Sampler(model, tokenizer).take(material)
     kept = [sample for sample in read_lines(folder / SAMPLES) if sample.get("step") != step]
     write_atomically(folder / SAMPLES, sample_lines([*kept, *labelled(found, step)]).encode())
+
+
+def sample_texts(
+    state: TrainState, held_out: Corpus, tokenizer_text: str, config: TrainingConfig
+) -> list[dict[str, Any]]:
+    """What the averaged weights make of --validation_samples held-out documents; for one rank, on its own."""
+    if not config.validation_samples:
+        return []
+    tokenizer = Tokenizer.from_str(tokenizer_text)
+    material = from_corpus(held_out, tokenizer, config.validation_samples)
+    with state.ema.swapped_in(state.model):
+        try:
+            return labelled(Sampler(state.model, tokenizer, eager=bool(config.compile)).take(material), state.step)
+        finally:
+            state.model.train()  # also where it failed half-way: samples must not change the run
 
 
 def labelled(found: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ def use_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, slots: i
 
     drops: with dropout of probabilities. trains: with a backward pass to come, which needs more shared memory.
     Not while torch.compile traces: then the metadata would have to be part of the graph, and its tables are made on the
-    host. Training compiles sublayers, which get the metadata as an argument (training/compiling.py).
+    host. Training compiles sublayers, which get the metadata as an argument (training/forward_backward.py).
     HYBRID_REFERENCE=attention in the environment keeps the reference (ops/reference.py).
     """
     if torch.compiler.is_compiling() or reference_chosen("attention") or dtype != torch.bfloat16:

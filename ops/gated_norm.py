@@ -46,8 +46,8 @@ def choose_gated_norm(device: torch.device, width: int) -> GatedNorm:
 def use_kernel(device: torch.device, width: int) -> bool:
     """Whether rows of `width` go through the CUDA kernels: under bf16 autocast on CUDA, not while compiling.
 
-    (Training compiles sublayers, which are given the choice; training/compiling.py.) HYBRID_REFERENCE=norm in the
-    environment keeps the reference (ops/reference.py).
+    (Training compiles sublayers, which are given the choice: training/forward_backward.py.) HYBRID_REFERENCE=norm in
+    the environment keeps the reference (ops/reference.py).
     """
     if device.type != "cuda" or torch.compiler.is_compiling():
         return False

@@ -54,7 +54,7 @@ def _traced() -> bool:
     """Say that none of a model's kernels are used when it is compiled as a whole. Always False."""
     warnings.warn(
         "torch.compile over the whole model leaves out the CUDA kernels for attention, residual stream and norms and "
-        "is several times slower; use training.compiling.compile_layers(model) instead",
+        "is several times slower; use training.forward_backward.compile_layers(model) instead",
         stacklevel=2,
     )
     return False

@@ -12,7 +12,9 @@ import argparse
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):  # run as a file: the other modules of training/ must not hide packages
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -20,8 +22,11 @@ if __package__ in (None, ""):  # run as a file: the other modules of training/ m
 from data.atomic_io import write_atomically
 from data.cli import Parser
 from report.page import page
-from report.plot import PlotError
+from report.plot import PlotError, draw, read_run
 from report.runs import RunRecord, folder_of, read_records
+
+if TYPE_CHECKING:
+    from training.metric_logger import NullLogger
 
 _WATCHED = ("metrics.jsonl", "status.json", "config.json", "attempts.jsonl", "samples.jsonl")
 _LARGEST_SHARE = 0.1  # of the time that --watch spends writing pages
@@ -124,6 +129,30 @@ def write(records: list[RunRecord], output: Path, refresh: float = 0.0) -> None:
     for gap in (gap for record in records for gap in record.run.gaps):
         print(gap, file=sys.stderr)
     write_atomically(output, page(records, refresh).encode(errors="replace"))  # half a surrogate pair is no text
+
+
+def publish_report(folder: Path, log: NullLogger, step: int) -> None:
+    """Write a finished run's report.html, and give it and its figures to wandb; what fails is only told."""
+    page_file, picture = folder / "report.html", folder / "metrics.png"
+    try:
+        write(read_records([str(folder)]), page_file)
+        log.say(f"report: {page_file}")
+        if log.takes_media:
+            with suppress(PlotError):  # matplotlib is optional
+                draw([read_run(folder)], picture)
+            log.log_media(lambda: _media(page_file, picture), step)
+    except Exception as error:  # the run is complete and saved: nothing here may turn it into a failure
+        log.say(f"note: no report was written ({type(error).__name__}: {error}); python -m report.html_report can")
+
+
+def _media(page_file: Path, picture: Path) -> dict[str, Any]:
+    """The report, and the figures where matplotlib has drawn them, for wandb."""
+    import wandb
+
+    media: dict[str, Any] = {"report": wandb.Html(str(page_file), inject=False)}
+    if picture.exists():
+        media["figures/metrics"] = wandb.Image(str(picture))
+    return media
 
 
 def watch(runs: list[str], output: Path, interval: float) -> int:

@@ -48,10 +48,9 @@ from slurm.doctor_table import FAIL, OK, SKIP, WARN, Measurements, Row
 from training.config import ConfigError, TrainingConfig, make_parser, parse_config
 from training.distributed import World, choose_device, start_world
 from training.environment import Environment, EnvironmentProblem, read_environment
-from training.loop import resolve_device_defaults
+from training.inputs import Inputs, choose_split, read_inputs, resolve_device_defaults
 from training.metric_logger import wandb_mode
 from training.rank_store import RankMissing, RankStore
-from training.setup import Inputs, check_world, read_inputs
 from training.wording import time_text
 
 _DESCRIPTION = "Check machines, network, run folder, shards and one real step before training; takes training's flags."
@@ -235,7 +234,11 @@ def _examine_batches(
     doctor: Doctor, inputs: Inputs, world_size: int, device: torch.device, ranks: Measurements | None
 ) -> str | None:
     """Batches and memory for so many ranks; returns how they split rows, None where they cannot."""
-    splits = doctor.check("batch", lambda: check_world(inputs, world_size), lambda _: assess_batch(inputs, world_size))
+    splits = doctor.check(
+        "batch",
+        lambda: choose_split(inputs.config, inputs.plan, world_size),
+        lambda _: assess_batch(inputs, world_size),
+    )
     if splits is None:
         doctor.skip("the rows cannot be divided among ranks", "memory")
     elif ranks:

@@ -21,7 +21,7 @@ from training import kernel_report
 from training.config import TrainingConfig
 from training.distributed import World
 from training.environment import Environment
-from training.setup import git_commit, versions
+from training.run_dir import git_commit, versions
 from training.slurm_queue import query_job
 from training.wording import count, ranks_text, size_text, time_text
 

@@ -23,9 +23,10 @@ from slurm.doctor_table import FAIL, OK, WARN, Measurements, Row
 from training.checkpoint import list_checkpoints
 from training.config import ConfigError
 from training.environment import Environment
-from training.loop import due
+from training.inputs import Inputs
 from training.resume import find_resume_point, was_restarted
-from training.setup import Inputs, RunView
+from training.run_dir import RunView
+from training.schedules import due
 from training.wording import count, ranks_text, size_text, time_text
 
 # Beyond these a row is WARN. Times are in seconds.

@@ -17,11 +17,12 @@ from slurm.doctor_table import OK, WARN, Measurements, Row
 from training import kernel_report
 from training.distributed import World
 from training.environment import Environment
-from training.loop import make_state
+from training.inputs import Inputs, choose_split
 from training.memory import memory_estimate
-from training.setup import Inputs, check_world
-from training.step import AsyncStepMetrics, TrainState, agree, train_step
-from training.summary import flops_per_token, target_share
+from training.state import TrainState
+from training.step import agree, train_step
+from training.step_metrics import AsyncStepMetrics
+from training.summary import flops_per_token, target_fraction
 from training.wording import count, size_text, time_text
 
 # Beyond these a row is WARN.
@@ -45,7 +46,7 @@ def ends_of_lengths(inputs: Inputs, start: int = 0) -> list[tuple[int, int]]:
 
 def assess_batch(inputs: Inputs, world_size: int) -> Row:
     """How global batches fall to ranks and micro-batches. Raises ConfigError where the rows cannot be divided."""
-    split = check_world(inputs, world_size)
+    split = choose_split(inputs.config, inputs.plan, world_size)
     config = inputs.config
     lines, notes, numbers = [f"for {count(world_size, 'rank')}, split {split}:"], [], []
     for step in sorted({step for ends in ends_of_lengths(inputs) for step in ends}):
@@ -76,7 +77,7 @@ def assess_memory(inputs: Inputs, measured: Measurements, device: torch.device, 
     """The estimate against the devices; the real step below measures."""
     config, model, parameters = inputs.config, inputs.model_config, count_parameters(inputs)
     absent = {name for name, reason in kernel_report.missing(config, model, device).items() if reason}
-    split = check_world(inputs, world_size)
+    split = choose_split(inputs.config, inputs.plan, world_size)
     need = memory_estimate(config, model, inputs.plan, parameters, absent, world_size, split)
     sizes = [own["gpu"]["total"] for own in measured.values() if own["gpu"]]
     of = f" of {size_text(min(sizes))}" if sizes else ""
@@ -123,10 +124,9 @@ def expected_seconds(trial: StepTrial, device: torch.device) -> float:
     flops = 0.0
     for _, step in ends_of_lengths(trial.inputs, trial.start):
         length, (rows, count) = trial.inputs.plan.step(step).seq_length, trial.micro_batch(step)
-        turns = 6 if count > 1 else 2
-        flops += (
-            turns * rows * length * flops_per_token(trial.inputs.model_config, length, target_share(trial.inputs, step))
-        )
+        turns, at = 6 if count > 1 else 2, trial.inputs.plan.step(step)
+        per_token = flops_per_token(trial.inputs.model_config, length, target_fraction(at))
+        flops += turns * rows * length * per_token
     return flops / rate
 
 
@@ -157,8 +157,10 @@ def _timed_step(
 ) -> tuple[float, dict[str, float]]:
     """Seconds of one optimizer step, and the mean loss of each objective in it."""
     start = time.perf_counter()
-    targets, *_ = agree(world, batch, wants_stop=False)
-    records = log.push(train_step(state, inputs, world, batch, targets)) + log.flush()  # waits for the device
+    targets, *_ = agree(world, batch, False, state.step)
+    records = (
+        log.push(train_step(state, batch, targets, inputs.config, inputs.plan)) + log.flush()
+    )  # waits for the device
     seconds = time.perf_counter() - start
     losses = {name: records[-1].get(f"train/{name}_loss") for name in OBJECTIVES}
     return seconds, {name: loss for name, loss in losses.items() if loss is not None}
@@ -176,7 +178,8 @@ def measure_steps(trial: StepTrial, world: World) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats(world.device)
     lasts = [step for _, step in ends_of_lengths(inputs, trial.start)]
     start = time.perf_counter()
-    state, log = make_state(inputs, world, None), AsyncStepMetrics(inputs, world)
+    state = TrainState.create(inputs.config, inputs.model_config, inputs.builder.options, world)
+    log = AsyncStepMetrics(world, inputs.model_config)
     lengths, losses, rows, first = {}, {}, 0, 0.0
     for step in lasts[-1:] if trial.one_row else lasts:
         times = []

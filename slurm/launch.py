@@ -42,7 +42,7 @@ from slurm.job_states import RunOutcome
 from slurm.jobs import Job, Task, TaskReport, exit_code, find_job, follow, last_step, reports_table, tasks_table
 from slurm.snapshot import SITE_FILE, SnapshotError, take_snapshot
 from slurm.sweep import Axis, SweepError, make_axis, parse_axis
-from slurm.tasks import DESCRIPTION, base_name, is_list, missing_files, plan_tasks
+from slurm.tasks import base_name, is_list, missing_files, plan_tasks
 from training.config import FIELDS, ConfigError
 from training.environment import read_environment
 from training.errors import DONE
@@ -75,11 +75,10 @@ class TrainingJob:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         signals = early_signals()
 
-        from training.distributed import start_world
-        from training.loop import main
+        from train_multi_gpu import main
 
         sys.argv = ["train_multi_gpu.py", *self.arguments]  # for the run's records
-        code = main(self.arguments, DESCRIPTION, start_world, signals)
+        code = main(self.arguments, signals)
         if code != DONE:
             error = _failure(Path(self.run_folder), read_environment(os.environ).job_id)
             sys.tracebacklimit = 0  # where in this file it was raised helps nobody

@@ -41,7 +41,6 @@ BELOW = {
 BELOW |= {"preprocessing": {"data"}, "demo": set()}
 # While the loop moves out of training/: the last of these go with it.
 _MOVING = {Path("report/html_report.py")}
-_MOVING |= {Path("training") / name for name in ("loop.py", "setup.py", "validation.py", "metric_logger.py")}
 # The importer of published checkpoints needs the models, and only when it is run.
 BELOW_INSIDE_FUNCTIONS = {"preprocessing": {"model", "model_extra"}}
 AT_IMPORT_TIME = {"torch", "numpy", "tokenizers", "tqdm"}

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from helpers.tiny_runs import ROOT, flags, make_inputs, run, training_lines
 
-from training import background, loop
+import train_single_gpu
+from training import background
 from training.background import Background
 from training.distributed import single_world
 
@@ -83,9 +84,9 @@ def test_samples_that_fail_leave_the_run_as_it_is(inputs, tmp_path, capsys, monk
         self._model.eval()
         raise RuntimeError("no words")
 
-    assert loop.main(flags(inputs, tmp_path, "whole", **options), "", single_world) == 0
+    assert train_single_gpu.main(flags(inputs, tmp_path, "whole", **options), single_world) == 0
     monkeypatch.setattr("evaluation.samples.Sampler.take", broken)
-    assert loop.main(flags(inputs, tmp_path, "broken", **options), "", single_world) == 0
+    assert train_single_gpu.main(flags(inputs, tmp_path, "broken", **options), single_world) == 0
     note = "note: no samples from here on (RuntimeError: no words); the run goes on without them"
     assert capsys.readouterr().out.count(note) == 1
     whole, broken_run = (training_lines(tmp_path / name) for name in ("whole", "broken"))
@@ -98,7 +99,8 @@ sys.path.insert(0, {root!r})
 import psutil
 from training.preemption import early_signals
 signals = early_signals()
-from training import background, loop, metric_logger
+from training import background, metric_logger
+import train_single_gpu
 from training.background import leave
 from training.distributed import single_world
 
@@ -111,7 +113,7 @@ def opened(*arguments):
     return background._began
 metric_logger._open_wandb = opened
 
-train_step = loop.train_step
+train_step = train_single_gpu.train_step
 def step(state, *arguments):
     if state.step == 5:
         while background._began is None:  # wandb has started
@@ -119,8 +121,8 @@ def step(state, *arguments):
         for each in wandb_processes():
             each.kill()
     return train_step(state, *arguments)
-loop.train_step = step
-leave(loop.main(sys.argv[1:], "", single_world, signals))
+train_single_gpu.train_step = step
+leave(train_single_gpu.main(sys.argv[1:], single_world, signals))
 """
 
 

@@ -15,16 +15,16 @@ import pytest
 import torch
 from helpers.tiny_runs import ROOT, flags, make_inputs, run, train_on, training_lines
 
-import training.loop
+import train_single_gpu
 from data.corpus import Corpus, IndexStopped, TokenStream, stop_event
 from data.shards import tokenizer_hash, write_shard
 from model_config import ModelConfig
+from train_single_gpu import main
 from training.checkpoint import CheckpointError, locate, write_checkpoint
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.distributed import World, single_world, start_world
 from training.environment import Environment
-from training.loop import main
-from training.setup import read_inputs
+from training.inputs import read_inputs
 from training.status import list_checkpoints, read_status
 from training.summary import describe
 
@@ -37,7 +37,7 @@ def inputs(tmp_path_factory) -> Path:
 def attempt(arguments: list[str], capsys, world=single_world) -> tuple[int, str]:
     """Exit code and what went to stderr, in this process."""
     try:
-        code = main(arguments, "test", world)
+        code = main(arguments, world)
     except SystemExit as stop:
         code = int(stop.code or 0)
     return code, capsys.readouterr().err
@@ -133,7 +133,7 @@ def test_rows_longer_than_positions_are_told(inputs, tmp_path):
     for positions, told in ((16, "max_position_embeddings is 16 and rows grow to"), (512, "")):
         (tmp_path / "model.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
         given = read_inputs(parse_config(flags(inputs, tmp_path, config_file=tmp_path / "model.json"), "a run"))
-        block = describe(given, World(0, 1, torch.device("cpu"), Environment("none")), "rows", 1, False, 0)
+        block = describe(given, World(0, 1, torch.device("cpu"), Environment("none")), "rows", 1, 0)
         assert told in block
         assert bool(told) == ("max_position_embeddings" in block)
 
@@ -248,14 +248,14 @@ def test_a_run_of_the_first_version_with_fractions_is_told_why_it_cannot_go_on(i
 def test_a_shard_that_shrinks_in_mid_run_is_named(inputs, tmp_path, capsys, monkeypatch):
     shard = tmp_path / "copy" / "part_1.shard"
     shutil.copytree(inputs / "train", shard.parent)
-    step = training.loop.train_step
+    step = train_single_gpu.train_step
 
     def shrinking(state, *arguments):
         if state.step == 3:
             os.truncate(shard, 2000)
         return step(state, *arguments)
 
-    monkeypatch.setattr(training.loop, "train_step", shrinking)
+    monkeypatch.setattr(train_single_gpu, "train_step", shrinking)
     refused(flags(inputs, tmp_path, train_path=shard.parent / "*.shard"), capsys, str(shard), "has shrunk from")
     status = read_status(tmp_path / "run")
     assert status is not None

@@ -17,8 +17,8 @@ import pytest
 import torch
 from helpers.tiny_runs import flags, make_inputs, training_lines
 
+import train_single_gpu
 import training.checkpoint
-import training.loop
 import training.saving
 from report.plot import read_run
 from training import errors
@@ -46,23 +46,23 @@ def alone(monkeypatch):
 def train(inputs: Path, output: Path, name: str = "run", **options) -> int:
     """A run in this process; returns its exit code."""
     shared = {"max_steps": STEPS, "save_every": 4, "validate_every": 0, "global_batch_size": 32, **options}
-    return training.loop.main(flags(inputs, output, name, **shared), "", single_world)
+    return train_single_gpu.main(flags(inputs, output, name, **shared), single_world)
 
 
 @pytest.fixture
 def after_step(monkeypatch) -> Callable[[int, Callable[[], None]], None]:
     """Have something happen right after a step of every run to come; once."""
-    original = training.loop.train_step
+    original = train_single_gpu.train_step
 
     def arrange(step: int, act: Callable[..., None]) -> None:
         def train_step(state, *arguments):
             done = original(state, *arguments)
             if state.step == step:
-                monkeypatch.setattr(training.loop, "train_step", original)
+                monkeypatch.setattr(train_single_gpu, "train_step", original)
                 act(state)
             return done
 
-        monkeypatch.setattr(training.loop, "train_step", train_step)
+        monkeypatch.setattr(train_single_gpu, "train_step", train_step)
 
     return arrange
 

@@ -298,7 +298,7 @@ def test_the_lead_before_the_time_limit_forgets_the_start(tmp_path, monkeypatch)
     assert conditions.lead == 80  # two saves of 10 s, estimated, and the margin
     for seconds in (240, 30, 1, 4, 1):  # compilation, the first step, steps, a validation
         now[0] += seconds
-        conditions.wish(None)
+        conditions.requested(None)
     conditions.saved(3.0)
     assert conditions.lead == 4 + 2 * 3 + 60
     conditions.saved(2.0)

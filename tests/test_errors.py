@@ -12,9 +12,10 @@ import pytest
 import torch
 from helpers.tiny_runs import ROOT, flags, make_inputs
 
+import train_single_gpu
 from data.shards import ShardError
 from slurm.requeue import finish
-from training import loop, slurm_queue
+from training import slurm_queue
 from training.checkpoint import CheckpointError, SaveError
 from training.config import ConfigError, TrainingConfig
 from training.distributed import CollectiveError, single_world
@@ -111,12 +112,12 @@ def test_an_error_is_told_before_what_takes_long(inputs, tmp_path, capsys, monke
     def step(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("training.loop.train_step", step)
+    monkeypatch.setattr("train_single_gpu.train_step", step)
     monkeypatch.setattr("training.metric_logger._open_wandb", lambda *_: SlowSink())
     monkeypatch.setattr("training.metric_logger._HURRIED_SECONDS", 0.05)
-    monkeypatch.setattr(loop.Loader, "close", close)
+    monkeypatch.setattr(train_single_gpu.Loader, "close", close)
     began = time.monotonic()
-    assert loop.main(flags(inputs, tmp_path, wandb_mode="offline"), "test", single_world) == code
+    assert train_single_gpu.main(flags(inputs, tmp_path, wandb_mode="offline"), single_world) == code
     assert time.monotonic() - began < 50
     ((stderr, state),) = told
     assert says in stderr

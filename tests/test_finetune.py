@@ -29,7 +29,7 @@ from evaluation.finetune_training import (
 from model import ModelConfig
 from model_extra import build_model
 from ops.dropout import DropoutKeys
-from training.compiling import compile_layers
+from training.forward_backward import compile_layers
 
 SETTINGS = Settings(
     learning_rates=(3e-3,), epochs=3, batch_size=8, max_length=64, num_seeds=2, selection_seeds=1, seed=0,

@@ -7,8 +7,10 @@ import pytest
 import torch
 from helpers.tiny_runs import ROOT, flags, make_inputs, run, training_lines
 
+import train_single_gpu
+import training.state
 from data.loader import TENSORS, RowBatch
-from training import forward_backward, loop, step
+from training import forward_backward, step
 from training.distributed import single_world
 from training.errors import USER
 from training.forward_backward import ForwardBackward, choose_rows, padded_targets
@@ -57,7 +59,7 @@ def test_rows_filled_up_with_padding_change_nothing(tmp_path: Path, monkeypatch:
     """In a run whose batch and rows grow, and whose last micro-batch is any size."""
     inputs = make_inputs(tmp_path / "inputs")
     options = {"masking": masking, "max_steps": 20, "local_batch_size": 45, "global_batch_size": 128, "valid_path": ""}
-    assert loop.main(flags(inputs, tmp_path, "plain", **options), "", single_world) == 0
+    assert train_single_gpu.main(flags(inputs, tmp_path, "plain", **options), single_world) == 0
     filled: list[int] = []
 
     def capture(self: ForwardBackward, batch: RowBatch, rows: int, slots: int):
@@ -68,11 +70,11 @@ def test_rows_filled_up_with_padding_change_nothing(tmp_path: Path, monkeypatch:
         return forward_backward._Graph(EagerGraph(self, own, slots), own, [])  # type: ignore[arg-type]  # a stand-in
 
     monkeypatch.setattr(forward_backward, "_ROW_SIZES", 4)
-    monkeypatch.setattr(loop, "graph_obstacle", lambda *_: "")
-    monkeypatch.setattr(loop, "compile_layers", lambda model: None)
+    monkeypatch.setattr(training.state, "graph_obstacle", lambda *_: "")
+    monkeypatch.setattr(training.state, "compile_layers", lambda model: None)
     monkeypatch.setattr(ForwardBackward, "_capture", capture)
     monkeypatch.setattr(GradientBuckets, "sum_replayed", lambda *_: None)
-    assert loop.main(flags(inputs, tmp_path, "padded", **options, compile=True), "", single_world) == 0
+    assert train_single_gpu.main(flags(inputs, tmp_path, "padded", **options, compile=True), single_world) == 0
     plain, padded = training_lines(tmp_path / "plain"), training_lines(tmp_path / "padded")
     for key in ("train/loss", "train/accuracy", "stats/grad_norm"):
         assert [line[key] for line in padded] == pytest.approx([line[key] for line in plain], rel=2e-4), key
@@ -109,10 +111,11 @@ def test_graphs_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 WARMED = """
 import sys
 sys.path.insert(0, {root!r})
-import training.loop
+import train_single_gpu
+import training.state
 from training.distributed import single_world, start_world
-training.loop.compile_layers = lambda model: None  # a compiler takes minutes on a CPU
-sys.exit(training.loop.main(sys.argv[1:], "", {world}))
+training.state.compile_layers = lambda model: None  # a compiler takes minutes on a CPU
+sys.exit(train_single_gpu.main(sys.argv[1:], {world}))
 """
 
 
@@ -136,9 +139,12 @@ def test_too_little_memory_is_one_sentence_before_the_first_step(tmp_path: Path,
     def warm_up(*_: object) -> str:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 1 GiB")
 
-    monkeypatch.setattr(loop, "compile_layers", lambda model: None)
-    monkeypatch.setattr(loop, "warm_up", warm_up)
-    assert loop.main(flags(make_inputs(tmp_path / "inputs"), tmp_path, compile=True), "", single_world) == USER.code
+    monkeypatch.setattr(training.state, "compile_layers", lambda model: None)
+    monkeypatch.setattr(train_single_gpu, "warm_up", warm_up)
+    assert (
+        train_single_gpu.main(flags(make_inputs(tmp_path / "inputs"), tmp_path, compile=True), single_world)
+        == USER.code
+    )
     error = "error: CUDA out of memory; lower --local_batch_size: it changes speed alone\n"
     assert capsys.readouterr().err == error
     assert not training_lines(tmp_path / "run")
@@ -165,10 +171,10 @@ def test_no_step_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refer
     torch._dynamo.reset()
     counters.clear()
     monkeypatch.setenv("HYBRID_REFERENCE", reference)
-    monkeypatch.setattr(loop, "warm_up", warm_up)
+    monkeypatch.setattr(train_single_gpu, "warm_up", warm_up)
     inputs = make_inputs(tmp_path / "inputs", hidden_size=128, intermediate_size=256, num_attention_heads=4)
     options = {"device": "cuda", "local_batch_size": 24, "max_steps": 24, "compile": True, "valid_path": ""}
-    assert loop.main(flags(inputs, tmp_path, **options), "", single_world) == 0
+    assert train_single_gpu.main(flags(inputs, tmp_path, **options), single_world) == 0
     assert len(training_lines(tmp_path / "run")) == 24
     assert compiled[0] > 0
     assert counters["stats"]["unique_graphs"] == compiled[0]

@@ -10,13 +10,14 @@ import torch
 from helpers.tiny_models import make_model
 from helpers.tiny_runs import ROOT, command, environment, flags, make_inputs, run, training_lines
 
-import training.loop
+import training.state
 from training import gradients
 from training.checkpoint import locate
 from training.config import parse_config
 from training.distributed import CollectiveError, World
 from training.environment import Environment
-from training.setup import read_inputs
+from training.inputs import read_inputs
+from training.state import TrainState
 from training.step import train_step
 
 STEPS = 8
@@ -54,10 +55,11 @@ CHANGED = """
 import os, sys
 sys.path.insert(0, {root!r})
 import torch
-import training.loop
+import train_single_gpu
+import training.state
 from training.distributed import start_world
 
-build_model = training.loop.build_model
+build_model = training.state.build_model
 
 def changed(config):
     model = build_model(config)
@@ -66,8 +68,8 @@ def changed(config):
             {change}
     return model
 
-training.loop.build_model = changed
-sys.exit(training.loop.main(sys.argv[1:], "", start_world))
+training.state.build_model = changed
+sys.exit(train_single_gpu.main(sys.argv[1:], start_world))
 """
 
 
@@ -147,11 +149,11 @@ def test_an_error_of_a_device_or_compiler_is_not_told_as_another_ranks(
 ):
     read = read_inputs(parse_config(flags(folder.parent / "inputs", tmp_path), ""))
     world = World(0, 2, torch.device("cpu"), Environment("torchrun", world_size=2))
-    monkeypatch.setattr(training.loop, "broadcast_parameters", lambda model, world: None)
-    state = training.loop.make_state(read, world, None)
+    monkeypatch.setattr(training.state, "broadcast_parameters", lambda model, world: None)
+    state = TrainState.create(read.config, read.model_config, read.builder.options, world)
     monkeypatch.setattr(state.forward_backward, "_forward", Mock(side_effect=RuntimeError(words)))
     with pytest.raises(RuntimeError) as caught:
-        train_step(state, read, world, read.builder.step(0, 0, 2, "rows", 16), (100, 100))
+        train_step(state, read.builder.step(0, 0, 2, "rows", 16), (100, 100), read.config, read.plan)
     assert str(caught.value) == words
 
 
@@ -169,10 +171,11 @@ def test_an_error_of_a_sum_is_told_as_one_between_ranks(monkeypatch: pytest.Monk
 SMALL_BUCKETS = """
 import functools, sys
 sys.path.insert(0, {root!r})
-import training.loop
+import train_single_gpu
+import training.state
 from training.distributed import start_world
-training.loop.GradientBuckets = functools.partial(training.loop.GradientBuckets, bucket_bytes=20_000)
-sys.exit(training.loop.main(sys.argv[1:], "", start_world))
+training.state.GradientBuckets = functools.partial(training.state.GradientBuckets, bucket_bytes=20_000)
+sys.exit(train_single_gpu.main(sys.argv[1:], start_world))
 """
 
 

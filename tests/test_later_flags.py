@@ -11,8 +11,8 @@ import torch
 from helpers.tiny_runs import flags, make_inputs, training_lines
 from safetensors.torch import load_file
 
+from train_single_gpu import main
 from training.distributed import single_world
-from training.loop import main
 from training.metric_logger import read_metrics
 from training.schedules import average_decay
 
@@ -24,7 +24,7 @@ def inputs(tmp_path_factory) -> Path:
 
 def train(inputs: Path, output: Path, name: str = "run", **options) -> int:
     short = {"max_steps": 4, "save_every": 2, "validate_every": 0, "global_batch_size": 16, **options}
-    return main(flags(inputs, output, name, **short), "", single_world)
+    return main(flags(inputs, output, name, **short), single_world)
 
 
 def as_before_the_flags(run: Path) -> None:

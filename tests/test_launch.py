@@ -158,7 +158,7 @@ def trained(monkeypatch, tmp_path):
         monkeypatch.setenv(f"SLURM_{name}", value)
 
     def call(code: int, state: str, error: str = "") -> str:
-        def loop(given, _description, _make_world, signals):
+        def main(given, signals):
             assert given == ["--name=run"]
             assert sys.argv == ["train_multi_gpu.py", "--name=run"]
             os.kill(os.getpid(), signal.SIGUSR2)
@@ -169,7 +169,7 @@ def trained(monkeypatch, tmp_path):
             with signals:
                 return code
 
-        monkeypatch.setattr("training.loop.main", loop)
+        monkeypatch.setattr("train_multi_gpu.main", main)
         return job()
 
     yield call

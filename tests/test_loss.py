@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.masking import IGNORE_INDEX, ModelInputs
-from data.plan import CAUSAL, MASKED
+from data.plan import CAUSAL, MASKED, DataPlan
+from model import ModelConfig
 from training.distributed import World
 from training.environment import Environment
 from training.loss import (
@@ -20,15 +20,14 @@ from training.loss import (
     COUNT,
     LOSS,
     SQUARED_LOG_Z,
-    evaluate,
     loss_weights,
+    score_targets,
     sums_by_objective,
     target_positions,
     target_scores,
 )
 from training.rank_checks import DivergenceError
-from training.setup import Inputs
-from training.step import AsyncStepMetrics, InFlightStep, NonFiniteError
+from training.step_metrics import AsyncStepMetrics, InFlightStep, NonFiniteError
 
 
 @given(st.integers(1, 5), st.integers(1, 30), st.floats(0, 1), st.integers(0, 99))
@@ -50,7 +49,7 @@ def test_scores_are_cross_entropy_and_squared_log_partition():
 
 def test_weights_are_shares_of_rows_over_counts_of_targets():
     weights = loss_weights((15, 1), (300, 127), token_weighted=False)
-    assert weights.share == (15 / 16, 1 / 16)
+    assert weights.per_objective == (15 / 16, 1 / 16)
     assert weights.per_target == (15 / 16 / 300, 1 / 16 / 127)
     weights = loss_weights((15, 1), (300, 100), token_weighted=True)
     assert weights.per_target == pytest.approx((1 / 400, 1 / 400))
@@ -58,7 +57,7 @@ def test_weights_are_shares_of_rows_over_counts_of_targets():
 
 def test_an_objective_without_targets_weighs_nothing():
     weights = loss_weights((4, 4), (0, 100), token_weighted=False)
-    assert weights.share == (0.0, 0.5)
+    assert weights.per_objective == (0.0, 0.5)
     assert weights.per_target == (0.0, 0.005)
     assert loss_weights((0, 0), (0, 0), token_weighted=True).per_target == (0.0, 0.0)
 
@@ -79,7 +78,7 @@ def test_scores_of_a_batch_with_both_objectives_go_to_the_right_one():
 
     labels = torch.tensor([[7, IGNORE_INDEX, 3], [7, 7, IGNORE_INDEX], [IGNORE_INDEX] * 3])
     inputs = ModelInputs(torch.zeros(3, 3).long(), labels, torch.zeros(3, 3).long(), torch.tensor([False, True, True]))
-    scores, causal = evaluate(model, inputs, 4, None)
+    scores, causal = score_targets(model, inputs, 4, None)
     assert causal.tolist() == [False, False, True, True]
     assert sums_by_objective(scores, causal)[:, CORRECT].tolist() == [1.0, 2.0]
 
@@ -101,6 +100,7 @@ def test_no_targets_at_all():
 )
 def test_a_bad_loss_or_norm_names_step_and_rank(bad: float, place: int, error: type[Exception], words: str):
     """Three ranks of which the last has a bad causal loss, or norm: every rank says so."""
+    step = DataPlan(10, 16, 4, seed=0).step(6)
     local = torch.ones(9, dtype=torch.float64)
     local[place] = bad
 
@@ -111,9 +111,9 @@ def test_a_bad_loss_or_norm_names_step_and_rank(bad: float, place: int, error: t
 
     for rank in range(3):
         own = local if rank == 2 else torch.ones_like(local)
-        pending = InFlightStep({"step": 7}, (0.5, 0.5), own + 2 * local, own, None, {}, 10, 1.0)
+        pending = InFlightStep(step, {"step": 7}, (0.5, 0.5), own + 2 * local, own, None, {}, 1.0)
         world = ThreeRanks(rank, 3, torch.device("cpu"), Environment("none"))
-        log = AsyncStepMetrics(cast(Inputs, None), world)  # a bad step is noticed before anything of the run is needed
+        log = AsyncStepMetrics(world, ModelConfig(32, 64, 2, 2, 320))
         with pytest.raises(error, match=f"step 7: .*{words}"):
             log.push(pending)
 
@@ -127,7 +127,7 @@ def test_slots_that_are_left_over_change_nothing():
     inputs = ModelInputs(torch.zeros(2, 3).long(), labels, torch.zeros(2, 3).long(), torch.tensor([False, True]))
     sums = []
     for slots in (3, 5, 6):
-        scores, objective = evaluate(model, inputs, slots, None)
+        scores, objective = score_targets(model, inputs, slots, None)
         assert objective.tolist() == [0, 0, 1] + [-1] * (slots - 3)
         sums.append(sums_by_objective(scores, objective))
     assert torch.equal(sums[0], sums[1])

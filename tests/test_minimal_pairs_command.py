@@ -11,14 +11,14 @@ from helpers.tiny_runs import TEXT, flags, make_inputs, run, train_on
 from tokenizers import Tokenizer
 
 from evaluation import minimal_pairs
-from evaluation.pair_accuracy import read_pair_sets
+from evaluation.pair_accuracy import PairAccuracy, read_pair_sets
 from model_extra import GPTBert
+from train_single_gpu import main as train
 from training.checkpoint import write_checkpoint
 from training.config import ConfigError, TrainingConfig
 from training.distributed import single_world
-from training.loop import main as train
+from training.inputs import read_inputs
 from training.metric_logger import read_metrics
-from training.setup import read_inputs
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_training_evaluates_the_same_on_one_rank_and_on_two(tmp_path, capsys):
         if name == "two":
             printed = run(arguments, ranks=2).stdout
         else:
-            assert train(arguments, "a run", single_world) == 0
+            assert train(arguments, single_world) == 0
             printed = capsys.readouterr().out
         assert "minimal pairs (EMA): pairs masked" in printed
         records = read_metrics(tmp_path / "runs" / name / "metrics.jsonl")
@@ -240,9 +240,8 @@ def test_errors_in_the_data_come_before_training(tmp_path):
     for options, words in cases:
         values = dict(item[2:].split("=", 1) for item in flags(inputs, tmp_path / "runs") if "=" in item)
         known = {name: values[name] for name in ("train_path", "config_file", "tokenizer_path", "output_dir", "name")}
+        given = {key: v if isinstance(v, int) else str(v) for key, v in options.items()}
         with pytest.raises(ConfigError) as caught:
-            read_inputs(
-                TrainingConfig(**known, **{key: v if isinstance(v, int) else str(v) for key, v in options.items()})
-            )
+            PairAccuracy.read(read_inputs(TrainingConfig(**known, **given)))
         assert str(caught.value).startswith(words)
     assert not (tmp_path / "runs").exists()

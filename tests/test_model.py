@@ -14,7 +14,7 @@ from ops import attention
 from ops.attention import relative_attention
 from ops.attention_metadata import FusedAttentionMetadata, RelativeAttentionMetadata, relative_metadata
 from ops.dropout import DropoutKeys
-from training.compiling import compile_layers
+from training.forward_backward import compile_layers
 
 KINDS = [("ltg-bert", "relative"), ("gpt-bert", "relative"), ("gpt-bert", "rope")]
 

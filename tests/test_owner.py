@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from training import setup
+from training import run_dir
 from training.config import ConfigError
-from training.setup import RunFolder
+from training.run_dir import RunFolder
 from training.watchdog import STALE_SECONDS, FolderOwner, HeartbeatFile
 
 
@@ -22,7 +22,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*_arguments: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(setup.fcntl, "flock", flock)
+    monkeypatch.setattr(run_dir.fcntl, "flock", flock)
 
 
 @pytest.mark.usefixtures("no_locks")

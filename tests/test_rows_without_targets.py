@@ -17,10 +17,10 @@ from data.shards import write_shard
 from evaluation import perplexity
 from model import ModelConfig
 from model_extra import GPTBert
+from train_single_gpu import main
 from training.checkpoint import write_checkpoint
 from training.distributed import World, single_world
 from training.environment import Environment
-from training.loop import main
 from training.loss import COUNT, hybrid_loss
 from training.validation import validate
 
@@ -74,7 +74,7 @@ def test_a_run_may_begin_or_end_without_masks(inputs, tmp_path, numerator):
     for name, start, end in (("rising", 0, 0.3), ("none", 0, 0)):
         chosen = {"hybrid_numerator": 1, "hybrid_denominator": numerator, "mask_p_start": start, "mask_p_end": end}
         short = {"max_steps": 3, "global_batch_size": 16, "validate_every": 0, "save_every": 0, "log_stats_every": 1}
-        assert main(flags(inputs, tmp_path, name, **chosen, **short), "", single_world) == 0
+        assert main(flags(inputs, tmp_path, name, **chosen, **short), single_world) == 0
         lines = training_lines(tmp_path / name)
         assert "train/masked_loss" not in lines[0]
         assert ("train/causal_loss" in lines[0]) == (numerator == 2)

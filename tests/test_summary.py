@@ -9,7 +9,7 @@ from training.config import TrainingConfig, parse_config
 from training.distributed import World
 from training.environment import read_environment
 from training.forward_backward import graph_obstacle
-from training.setup import read_inputs
+from training.inputs import read_inputs
 from training.summary import describe, peak_flops
 
 
@@ -61,7 +61,7 @@ def test_the_start_says_what_is_slower_than_it_might_be(tmp_path, monkeypatch):
     def told(**options) -> str:
         inputs = read_inputs(parse_config(flags(folder, tmp_path / "runs", compile=True, **options), ""))
         world = World(0, 4, torch.device("cuda"), read_environment({}))
-        return describe(inputs, world, options.pop("hybrid_split", "ranks"), 1000, True, 0)
+        return describe(inputs, world, options.pop("hybrid_split", "ranks"), 1000, 0)
 
     assert "split ranks (by auto, as published; --hybrid_split rows trains the same in about 4 % less time)" in told()
     assert "CUDA graphs" not in told()

@@ -16,8 +16,7 @@ from ops.lamb_cuda import FusedLamb, Settings, Tensors, chunk_table
 from training.config import parse_config
 from training.distributed import single_world
 from training.ema import Ema
-from training.optimizers import load_named_state, make_optimizer, named_state
-from training.update import OptimizerStep
+from training.optimizers import OptimizerStep, load_named_state, make_optimizer, named_state
 
 BETAS, EPS, DECAY, EMA_DECAY = (0.9, 0.98), 1e-8, 0.1, 0.9
 SIZES = (1, 3, 4, 255, 1024, 4095, 4096, 4097, 70001, 8192, 6)  # chunks have 4096

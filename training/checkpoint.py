@@ -25,7 +25,7 @@ from data.atomic_io import sync_folder, take_folder_mode, write_atomically
 from data.shards import sha256_file
 from model import LTGBert, ModelConfig
 from model_extra import build_model
-from training.config import later_flag
+from training.config import ConfigError, later_flag
 from training.errors import HARDWARE, UserError
 from training.status import ABANDONED, checkpoint_folders, folder_name, list_checkpoints, step_of
 
@@ -225,6 +225,21 @@ def clean(parent: Path) -> None:
     for pattern in (".tmp_step_*", ".old_step_*", ".gone_step_*"):
         for path in parent.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def read_initial_weights(source: str) -> dict[str, torch.Tensor]:
+    """The weights that --initial_weights names. Raises ConfigError where they are not there or of another model."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(source)
+    if (path / "checkpoints").is_dir():
+        path = locate(path).path
+    file = path / "model.safetensors" if path.is_dir() else path
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"--initial_weights: {file} cannot be read as weights: {error}") from error
 
 
 def load_model(path: str | Path, ema: bool = False, device: str | torch.device = "cpu"):

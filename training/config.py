@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import math
+import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -536,3 +540,13 @@ def differences(old: dict[str, Any], new: TrainingConfig) -> list[str]:
         if FIELDS[name].metadata["fixed"] and before != value:
             found.append(f"--{name} was {before!r} and is now {value!r}")
     return found
+
+
+def parse_on_rank(arguments: Sequence[str], description: str, alone: bool) -> TrainingConfig:
+    """`parse_config` on one of several ranks. What is wrong is wrong on every rank, and rank 0 alone says so.
+
+    alone: this process is all of its run, whichever of a launcher's it is.
+    """
+    rank = "0" if alone else os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    with redirect_stderr(io.StringIO() if rank != "0" else sys.stderr):
+        return parse_config(arguments, description)

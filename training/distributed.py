@@ -7,18 +7,20 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from training.config import ConfigError, TrainingConfig
 from training.environment import Environment, EnvironmentProblem, local_device_index, read_environment
-from training.errors import HardwareError
+from training.errors import HardwareError, OtherRankFailed
+
+_Result = TypeVar("_Result")
 
 # Beyond --collective_timeout, until the process group gives up by itself: the watchdog, which says more, comes first.
 _BACKSTOP_SECONDS = 60.0
@@ -152,6 +154,22 @@ class World:
         """Leave the process group."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def on_main(world: World, function: Callable[[], _Result]) -> _Result:
+    """Call `function` on rank 0 and give its result to all ranks; where it fails, every rank stops."""
+    result, error = None, None
+    if world.is_main:
+        try:
+            result = function()
+        except Exception as problem:  # whatever it is, the other ranks wait to hear of it
+            error = problem
+    failed, shared = world.broadcast_object((error is not None, result), "a result of rank 0")
+    if error is not None:
+        raise error
+    if failed:
+        raise OtherRankFailed
+    return cast(_Result, shared)
 
 
 def choose_device(choice: str, local_rank: int = 0) -> torch.device:

@@ -1,4 +1,4 @@
-"""Forward and backward pass of one micro-batch, on one CUDA device recorded once and replayed as a CUDA graph.
+"""Forward and backward pass of one micro-batch, compiled and, on CUDA, captured once and replayed as a CUDA graph.
 
 A micro-step is more than a thousand kernels, many of them shorter than the time the host needs to launch them. A graph
 launches all of them at once. What changes from one replay to the next lies in tensors that are copied into the graph's
@@ -10,6 +10,7 @@ fewer rows is filled up with padding, which has no targets, so that a growing ba
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,7 +22,8 @@ from torch import nn
 from data.loader import TENSORS, RowBatch
 from data.masking import PADDING, MaskingOptions, ModelInputs
 from data.plan import MASKED
-from model import ModelConfig
+from model import LTGBert, ModelConfig
+from ops.nvrtc import cache_folder
 from ops.reference import reference_chosen
 from training.config import TrainingConfig
 from training.gradients import GradientBuckets
@@ -61,6 +63,25 @@ def choose_rows(rows: int, known: Iterable[int]) -> int:
     return min(enough) if enough else -(-rows // unit) * unit
 
 
+def compile_layers(model: LTGBert) -> None:
+    """Let every sublayer of `model`, and its head, run compiled, in place.
+
+    Sublayers of a kind share their code, so the compiler works once per kind and shape instead of once per layer; row
+    lengths and numbers of rows that turn up later are compiled as variables.
+    """
+    # Compiled code outlives the run beside our own kernels, unless the user has chosen another place.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+    import torch._dynamo  # half of all import time, and of use here alone
+
+    # A layer's number reaches its dropout as a plain integer; unspecialised, all layers share one compilation.
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    # Inductor's advice to its own developers, of no use to ours.
+    warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
+    encoder = model.transformer
+    for part in (*encoder.attention_layers, *encoder.mlp_layers, model.classifier):
+        part.compile()
+
+
 class ForwardBackward:
     """Runs micro-batches: adds their gradients to `gradients` and their sums to `sums` (float64 [2, 4])."""
 
@@ -72,11 +93,11 @@ class ForwardBackward:
         z_loss_weight: float,
         device: torch.device,
         mixed_precision: bool,
-        record: bool,
+        captures: bool,
     ) -> None:
-        """record: with CUDA graphs; `gradients` must then stay in their places."""
+        """captures: with CUDA graphs; `gradients` must then stay in their places."""
         self._model, self._gradients, self._options, self._z_loss_weight = model, gradients, options, z_loss_weight
-        self._device, self._mixed_precision, self.records = device, mixed_precision, record
+        self._device, self.mixed_precision, self.captures = device, mixed_precision, captures
         self.sums = torch.zeros(2, 4, dtype=torch.float64, device=device)
         self._weights = torch.zeros(2, device=device)
         self._step_key = torch.zeros((), dtype=torch.int64, device=device)
@@ -97,20 +118,16 @@ class ForwardBackward:
 
         last: of a step; gradients are then summed over ranks.
         """
-        if not self.records or not batch.targets.any():
-            return self._run(batch, None, last)
-        key = self._key(batch)
-        graph = self._graphs.get(key) or self._try_capture(key, batch)
-        if graph is None:
-            return self._run(batch, min(key[-1], batch.tokens[:, 1:].numel()), last)
-        del self._graphs[key]
-        self._graphs[key] = graph  # now the newest
-        if len(self._graphs) > _GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
-        graph.replay(batch)
-        if last:
-            self._gradients.sum_replayed(graph.marks)
-        return None
+        graph, slots = self._graph_of(batch) if self.captures and batch.targets.any() else (None, None)
+        if graph is not None:
+            graph.replay(batch)
+            if last:
+                self._gradients.sum_replayed(graph.marks)
+            return None
+        loss, inputs = self._forward(batch, slots)
+        with self._gradients.sync() if last else nullcontext():
+            loss.backward()
+        return inputs
 
     def warm_up(self, batches: Iterable[RowBatch]) -> None:
         """Compile what such micro-batches need, without a trace in gradients; ranks exchange nothing.
@@ -123,9 +140,9 @@ class ForwardBackward:
         for number, batch in enumerate(largest):
             for part in (batch, batch.slice(0, len(batch) - 1)) if number == 0 and len(batch) > 2 else (batch,):
                 if part.targets.any():
-                    self._run(part, None, last=False)
+                    self._forward(part, None)[0].backward()
         self._gradients.zero()
-        if not self.records:
+        if not self.captures:
             return
         torch.cuda.empty_cache()  # graphs have memory of their own
         self._compiled.update(batch.tokens.shape[1] for batch in largest)
@@ -141,6 +158,17 @@ class ForwardBackward:
         # As many targets as full rows would have, so that batches of a few rows less have the same graph.
         count = -(-int(batch.targets.sum()) * rows // len(batch))
         return (*kind, rows, padded_targets(count, rows * (batch.tokens.shape[1] - 1), known))
+
+    def _graph_of(self, batch: RowBatch) -> tuple[_Graph | None, int]:
+        """The CUDA graph that runs a batch, None where it runs kernel by kernel, and the head's places for targets."""
+        key = self._key(batch)
+        graph = self._graphs.get(key) or self._try_capture(key, batch)
+        if graph is not None:
+            del self._graphs[key]
+            self._graphs[key] = graph  # now the newest
+            if len(self._graphs) > _GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+        return graph, min(key[-1], batch.tokens[:, 1:].numel())
 
     def _try_capture(self, key: tuple, batch: RowBatch) -> _Graph | None:
         """The graph of `key`, or None where the batch is to run kernel by kernel.
@@ -158,19 +186,13 @@ class ForwardBackward:
             if not first:
                 reason = str(problem).splitlines()[0]
                 warnings.warn(f"micro-steps run without CUDA graphs, slower for short rows: {reason}", stacklevel=2)
-                self.records = False
+                self.captures = False
                 self._graphs.clear()
             return None
 
-    def _run(self, batch: RowBatch, slots: int | None, last: bool) -> ModelInputs:
-        loss, inputs = self._forward(batch, slots)
-        with self._gradients.sync() if last else nullcontext():
-            loss.backward()
-        return inputs
-
     def _forward(self, batch: RowBatch, slots: int | None) -> tuple[torch.Tensor, ModelInputs]:
         per_target = (self._weights[0], self._weights[1])
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._mixed_precision):
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self.mixed_precision):
             loss, part, inputs = hybrid_loss(
                 self._model, batch, self._options, per_target, self._z_loss_weight, self._step_key, slots
             )

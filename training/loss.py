@@ -28,7 +28,7 @@ class LossWeights:
     """What one target of each objective weighs in a global batch, and what a mean over an objective weighs."""
 
     per_target: tuple[float, float]
-    share: tuple[float, float]
+    per_objective: tuple[float, float]
 
 
 def loss_weights(rows: tuple[int, int], targets: tuple[int, int], token_weighted: bool) -> LossWeights:
@@ -80,7 +80,7 @@ def varlen_sizes(batch: RowBatch) -> VarlenSizes:
     return VarlenSizes(int(np.count_nonzero(batch.documents[CAUSAL])), causal, masked)
 
 
-def evaluate(
+def score_targets(
     model: nn.Module, inputs: ModelInputs, slots: int, keys: DropoutKeys | None, sizes: VarlenSizes | None = None
 ):
     """Scores of a micro-batch's targets in `slots` places, and their objectives: int64 [slots], -1 where unused."""
@@ -109,7 +109,7 @@ def hybrid_loss(
     """
     inputs = batch.inputs(options)
     slots = int(batch.targets.sum()) if slots is None else slots
-    scores, objective = evaluate(model, inputs, slots, dropout_keys(batch, step_key), varlen_sizes(batch))
+    scores, objective = score_targets(model, inputs, slots, dropout_keys(batch, step_key), varlen_sizes(batch))
     weight = (objective == MASKED) * per_target[MASKED] + (objective == CAUSAL) * per_target[CAUSAL]
     loss = (weight * (scores[0] + z_loss_weight * scores[1])).sum()
     return loss, sums_by_objective(scores, objective), inputs

@@ -17,9 +17,13 @@ from tqdm import tqdm
 
 from data.atomic_io import json_lines, write_atomically
 from data.plan import OBJECTIVES
-from report.runs import SAMPLES
 from training.background import Background
 from training.config import ConfigError, TrainingConfig
+from training.distributed import World
+from training.inputs import Inputs
+from training.run_dir import SAMPLES, RunFolder, RunView
+from training.status import RUNNING, StatusFile
+from training.summary import describe_launch
 
 DEFAULT_PROJECT = "hybrid-pretraining"
 _PATIENT_SECONDS, _HURRIED_SECONDS = 600.0, 20.0  # for what wandb still has to upload at the end
@@ -56,6 +60,16 @@ def missing_steps(path: Path, first: int, last: int) -> list[int]:
     return [step for step in range(first, last + 1) if step not in told]
 
 
+def trim_metrics(folder: RunView, step: int) -> None:
+    """Drop what metrics and samples hold beyond `step`, so that none comes twice; says what is damaged or missing."""
+    for path in filter(Path.exists, (folder.metrics, folder.samples)):
+        if damaged := keep_until(path, step):
+            print(f"note: {path} had {damaged} damaged line{'s' * (damaged > 1)}, left out now", flush=True)
+    first = ((folder.read_config() or {}).get("launches") or [{}])[0].get("start_step", 0) if step else 0
+    if missing := missing_steps(folder.metrics, first + 1, step):
+        print(f"note: {folder.metrics} lacks {len(missing)} steps, the first of them {missing[0]}", flush=True)
+
+
 @contextmanager
 def unbreakable(*streams: TextIO) -> Iterator[None]:
     """Printing inside is no reason to end: a console that is gone (a closed terminal, say) is silent from here on."""
@@ -67,8 +81,42 @@ def unbreakable(*streams: TextIO) -> Iterator[None]:
                 os.dup2(nowhere.fileno(), stream.fileno())
 
 
-class MetricLogger:
-    """Writes metrics, samples and the final report of rank 0; on other ranks nothing calls it.
+class NullLogger:
+    """What ranks other than 0 log to: nothing happens. Its methods are those that the training loop calls."""
+
+    problem: str | None = None
+    takes_media = False
+
+    def log_steps(self, entries: list[dict[str, Any]], last: bool = False) -> None:
+        """Metrics of training steps, to files and console; `last` before something else is printed."""
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Metrics of one step; `record` has the key `step`."""
+
+    def log_samples(self, take: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+        """Sample completions, which `take` computes."""
+
+    def log_media(self, media: Callable[[], dict[str, Any]], step: int) -> None:
+        """Pages and pictures."""
+
+    def say(self, text: str) -> None:
+        """A line that stays on the console."""
+
+    def sync(self) -> None:
+        """Have everything on the disk."""
+
+    def preempting(self) -> None:
+        """The run is about to stop and to come back."""
+
+    def hurry(self, failed: bool = False) -> None:
+        """Have `close` wait for no more than a moment."""
+
+    def close(self) -> None:
+        """Flush everything."""
+
+
+class MetricLogger(NullLogger):
+    """Writes metrics and samples of rank 0.
 
     problem: a sentence once metrics.jsonl could not be written; the training loop then saves and stops. All else is
     expendable: what fails is said once and left out. signalled: whether somebody wants the run to end soon.
@@ -91,6 +139,12 @@ class MetricLogger:
         self._live, self._last_line, self._max_steps = live, 0.0, config.max_steps
         self._patience, self._code = _PATIENT_SECONDS, 0
         self.problem: str | None = None
+
+    def log_steps(self, entries: list[dict[str, Any]], last: bool = False) -> None:
+        """Metrics of training steps, to files and console; `last` before something else is printed."""
+        for entry in entries:
+            self.log(entry)
+            self.show(entry, last)
 
     def log(self, record: dict[str, Any]) -> None:
         """Record metrics of one step; `record` has the key `step`. Values that are NaN or infinite become null."""
@@ -128,23 +182,15 @@ class MetricLogger:
         except OSError as error:
             self.problem = f"{self._file.name} cannot be written: {error.strerror}"
 
-    def publish(self, step: int) -> None:
-        """Write the finished run's report.html, and give it and its figures to wandb; what fails is only told."""
-        from report.html_report import write
-        from report.plot import PlotError, draw, read_run
-        from report.runs import read_records
+    def log_media(self, media: Callable[[], dict[str, Any]], step: int) -> None:
+        """Give `media`'s result, made where wandb is imported, to wandb, if it takes part."""
+        if self._wandb is not None:
+            self._wandb.put(lambda run: run.log(media(), step=step))
 
-        page, picture = self._folder / "report.html", self._folder / "metrics.png"
-        try:
-            write(read_records([str(self._folder)]), page)
-            self.say(f"report: {page}")
-            if self._wandb is None:
-                return
-            with suppress(PlotError):  # matplotlib is optional
-                draw([read_run(self._folder)], picture)
-            self._wandb.put(lambda run: run.log(_media(page, picture), step=step))
-        except Exception as error:  # the run is complete and saved: nothing here may turn it into a failure
-            self.say(f"note: no report was written ({type(error).__name__}: {error}); python -m report.html_report can")
+    @property
+    def takes_media(self) -> bool:
+        """Whether `log_media` reaches anybody."""
+        return self._wandb is not None
 
     def show(self, record: Mapping[str, Any], last: bool = False) -> None:
         """Show a training step on the console: as a live bar on a terminal, as a line now and then elsewhere."""
@@ -294,16 +340,6 @@ def _define_metrics(run: Any) -> None:
     run.define_metric("eval/*", step_metric="stats/tokens", summary=_RISING)
 
 
-def _media(page: Path, picture: Path) -> dict[str, Any]:
-    """The report, and the figures where matplotlib has drawn them, for wandb."""
-    import wandb
-
-    media: dict[str, Any] = {"report": wandb.Html(str(page), inject=False)}
-    if picture.exists():
-        media["figures/metrics"] = wandb.Image(str(picture))
-    return media
-
-
 def _sample_tables(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Samples as wandb tables, by key."""
     import wandb
@@ -319,3 +355,16 @@ def _sample_tables(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             filled.add_data(sample["step"], sample["text"], number, words, gap["truth"])
     tables = {"samples/causal": continued, "samples/masked": filled}
     return {key: table for key, table in tables.items() if table.data}
+
+
+def open_logger(
+    folder: RunFolder, inputs: Inputs, world: World, step: int, status: StatusFile, signalled: Callable[[], bool]
+) -> MetricLogger:
+    """Begin to write into the run folder, on rank 0, from `step` on: config.json, status.json, metrics."""
+    trim_metrics(folder, step)
+    config, model = inputs.config, inputs.model_config
+    launch = describe_launch(config, model, world, step)
+    wandb_id = folder.write_config(config, inputs.as_json(), inputs.tokenizer_text, launch)
+    about = {"model": model.to_dict(), "world_size": world.size, "data": inputs.data_identity}
+    status.write(RUNNING, "", step)
+    return MetricLogger(config, folder.path, wandb_id, step, about, signalled)

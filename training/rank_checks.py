@@ -25,12 +25,13 @@ from ops.reference import VARIABLE, reference_parts
 from training.config import ConfigError
 from training.distributed import World
 from training.errors import HardwareError
+from training.inputs import Inputs
 from training.optimizers import named_state
-from training.setup import Inputs, git_commit, versions
+from training.run_dir import git_commit, versions
 from training.wording import ranks_text
 
 if TYPE_CHECKING:
-    from training.step import TrainState
+    from training.state import TrainState
 
 _PARTS = ("weights", "average", "moments")
 _ROOT = Path(__file__).resolve().parent.parent
@@ -53,8 +54,11 @@ _PATHS = {
 }
 
 
-def check_same_run(inputs: Inputs, world: World) -> None:
-    """Raises ConfigError on all ranks, with the first difference, unless all ranks are about to train the same run."""
+def check_same_run(inputs: Inputs, world: World, evaluate_data: str) -> None:
+    """Raises ConfigError on all ranks, with the first difference, unless all ranks are about to train the same run.
+
+    evaluate_data: the content of --evaluate_data, "" without.
+    """
     if world.size == 1:
         return
     flags = {f"--{name}": value for name, value in inputs.config.to_dict().items() if name not in _PATHS}
@@ -62,7 +66,7 @@ def check_same_run(inputs: Inputs, world: World) -> None:
         **flags,
         "the data of --train_path": inputs.data_identity[:12],
         "the data of --valid_path": inputs.held_out_identity[:12] or None,
-        "the data of --evaluate_data": inputs.pairs and _digest(repr(inputs.pairs.sets).encode()),
+        "the data of --evaluate_data": (evaluate_data and _digest(evaluate_data.encode())) or None,
         "the file of --tokenizer_path": _digest(inputs.tokenizer_text.encode()),
         **{f"{key} in --config_file": value for key, value in inputs.model_config.to_dict().items()},
         "the code": _code(),

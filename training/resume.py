@@ -1,21 +1,61 @@
-"""Where a run goes on: the checkpoint that --resume means, whether it fits, and what becomes of newer ones."""
+"""The start of a run: its folder, and the checkpoint that --resume means, if it fits; newer ones are set aside."""
 
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from model import ModelConfig
 from training.checkpoint import Checkpoint, CheckpointError, clean, find_newest, locate, set_aside
 from training.config import LATER_FLAGS, ConfigError, TrainingConfig, differences
+from training.distributed import World, on_main
 from training.environment import Environment
-from training.setup import Inputs, RunView, origin
-from training.status import ABANDONED, list_checkpoints
+from training.inputs import Inputs
+from training.run_dir import RunFolder, RunView, origin
+from training.status import ABANDONED, Attempt, checkpoint_folders, list_checkpoints, newest_step
+from training.stopping import register_attempt
 
 _WITHOUT_WEIGHTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")  # of a model: a branch may change them
+
+
+_LOCK_SECONDS = 180.0  # for the processes of a job's last start to notice that there is a newer one
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts: on all ranks its checkpoint (None: step 0), on rank 0 alone its folder and attempt."""
+
+    checkpoint: Checkpoint | None
+    folder: RunFolder | None
+    attempt: Attempt | None
+
+
+def open_run(inputs: Inputs, world: World, stack: ExitStack) -> Start:
+    """Open and lock the run folder and find the checkpoint to go on from; rank 0 does, and all ranks learn of it.
+
+    stack: closes the folder. Raises on all ranks where rank 0 refuses to start.
+    """
+    config, environment = inputs.config, world.environment
+    opened: list[RunFolder] = []
+    attempts: list[Attempt] = []
+
+    def open_folder() -> tuple[Checkpoint | None, list[str]]:
+        restarted, home = was_restarted(environment), config.run_folder
+        if environment.restart_count > 0 and not home.exists():
+            print(f"note: this job has run before, but there is no {home}: is its disk mounted here?", flush=True)
+        if environment.job_id is not None:
+            attempts.append(register_attempt(config, environment, newest_step(*checkpoint_folders(home))))
+        opened.append(stack.enter_context(closing(RunFolder(home, _LOCK_SECONDS if restarted else 0.0))))
+        return find_resume_point(opened[0], inputs, restarted, environment.job_id)
+
+    checkpoint, notes = on_main(world, open_folder)
+    if world.is_main:
+        for note in notes:
+            print(f"note: {note}", flush=True)
+    return Start(checkpoint, opened[0] if opened else None, attempts[0] if attempts else None)
 
 
 def was_restarted(environment: Environment) -> bool:
@@ -109,21 +149,6 @@ def _named(path: str, folder: RunView, notes: list[str]) -> tuple[Checkpoint, bo
             f"--resume {path!r}: the run has left this checkpoint; branch off from it with --name NEW, or rename it"
         )
     return checkpoint, same_run
-
-
-def read_initial_weights(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """The weights that --initial_weights names. Raises ConfigError where they are not there or of another model."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = Path(inputs.config.initial_weights)
-    if (path / "checkpoints").is_dir():
-        path = locate(path).path
-    file = path / "model.safetensors" if path.is_dir() else path
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"--initial_weights: {file} cannot be read as weights: {error}") from error
 
 
 def _check_fit(checkpoint: Checkpoint, inputs: Inputs, same_run: bool) -> list[str]:

@@ -1,23 +1,37 @@
-"""How a run saves: no bad state, elsewhere or later where a disk fails, and which older checkpoints go."""
+"""Saves of a run: no bad state, elsewhere or later where a disk fails, and which older checkpoints go."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from training.checkpoint import SaveError, prune, write_checkpoint
+from training.distributed import on_main
 from training.errors import NonFiniteError
+from training.inputs import Inputs
+from training.metric_logger import NullLogger
 from training.optimizers import named_state
-from training.setup import Inputs, RunFolder, versions
-from training.status import checkpoint_folders, list_checkpoints
-from training.step import TrainState
+from training.rank_checks import check_ranks
+from training.run_dir import RunFolder, versions
+from training.state import TrainState
+from training.status import RUNNING, StatusFile, checkpoint_folders, list_checkpoints
+from training.stopping import StopConditions
 
 _PAUSE_SECONDS = 1.0  # before a save is tried again: a file server may be on its way back
+
+
+def save(state: TrainState, saver: Saver | None, last: bool = False) -> bool:
+    """Write a checkpoint on rank 0, the `last` of this start or not; all ranks learn whether that worked.
+
+    Raises DivergenceError or NonFiniteError for a bad state, SaveError where a later save may not help either.
+    """
+    check_ranks(state, state.world)  # what differs must not take the place of a good checkpoint
+    check_finite(state)
+    return on_main(state.world, lambda: saver is not None and saver.save(state, last))
 
 
 def check_finite(state: TrainState) -> None:
@@ -41,18 +55,37 @@ def _tensors(state: TrainState) -> dict[str, dict[str, torch.Tensor]]:
 
 
 class Saver:
-    """What rank 0 does to save. newest: the last checkpoint that it has written."""
+    """Writes the checkpoints of a run, on rank 0. newest: the last one that it has written."""
 
-    def __init__(self, folder: RunFolder, inputs: Inputs, say: Callable[[str], None]):
+    def __init__(
+        self, folder: RunFolder, inputs: Inputs, log: NullLogger, conditions: StopConditions, status: StatusFile
+    ):
         self.newest: Path | None = None
-        self._folder, self._inputs, self._say = folder, inputs, say
+        self._folder, self._inputs, self._log, self._say = folder, inputs, log, log.say
+        self._conditions, self._status = conditions, status
         self._places = checkpoint_folders(folder.path)
         self._tries = [folder.checkpoints, folder.checkpoints]
         if inputs.config.spare_checkpoint_dir:
             self._tries.append(self._places[-1])
         self._failed = 0  # saves in a row
 
-    def save(self, state: TrainState, last: bool) -> Path | None:
+    def save(self, state: TrainState, last: bool) -> bool:
+        """Write a checkpoint and note it; False where a later one may work. Raises SaveError."""
+        began = time.monotonic()
+        self._log.sync()  # no checkpoint is newer than the metrics on the disk
+        path = self._write(state, last)
+        if path is None:
+            return False
+        seconds = time.monotonic() - began
+        self._conditions.saved(seconds)
+        self._say(f"step {state.step:>6}  saved {path} in {seconds:.1f} s")
+        try:
+            self._status.write(RUNNING, "", state.step)
+        except OSError as error:
+            self._say(f"note: {self._folder.path}/status.json cannot be written: {error.strerror}")
+        return True
+
+    def _write(self, state: TrainState, last: bool) -> Path | None:
         """Write a checkpoint and delete what it makes superfluous. None where it failed and a later one may not.
 
         last: there will be no later one. Raises SaveError.

@@ -33,3 +33,8 @@ def average_decay(done: int, decay: float, warm_up: bool) -> float:
     one over about the last ninth of the steps done, and what it started from is soon forgotten.
     """
     return min(decay, (1 + done) / (10 + done)) if warm_up else decay
+
+
+def due(step: int, every: int, max_steps: int) -> bool:
+    """Whether something that happens every `every` steps (0: never), and at the end, happens after `step` steps."""
+    return step == max_steps or (every > 0 and step % every == 0)

@@ -71,6 +71,19 @@ def write_status(folder: Path, environment: Environment, state: str, reason: str
     write_atomically(folder / "status.json", json.dumps(asdict(status), indent=1).encode())
 
 
+@dataclass(frozen=True)
+class StatusFile:
+    """A run's status.json, to be written by rank 0."""
+
+    folder: Path
+    environment: Environment
+    max_steps: int
+
+    def write(self, state: str, reason: str, step: int) -> None:
+        """Replace what it says. Raises OSError."""
+        write_status(self.folder, self.environment, state, reason, step, self.max_steps)
+
+
 def read_status(folder: Path) -> Status | None:
     """The run's status.json; None where there is none or it cannot be read."""
     try:

@@ -1,4 +1,4 @@
-"""Why a run ends before its last step, and what follows: a requeue, a clean end, or a failure with its reason."""
+"""The end of a run: why it stops before its last step, and what follows: a requeue, a clean end, or a failure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RestartRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class Stop:
-    """One rank's wish to stop: a kind of the names above and its description, such as "SIGTERM"."""
+    """One rank's request to stop: a kind of the names above and its description, such as "SIGTERM"."""
 
     kind: str
     text: str
@@ -87,7 +87,7 @@ class StopConditions:
         """Seconds before the time limit at which the run stops: a round of the loop, a save, and what stays free."""
         return self._round_seconds + 2 * self._save_seconds + self._margin
 
-    def wish(self, problem: str | None) -> Stop | None:
+    def requested(self, problem: str | None) -> Stop | None:
         """Whether this rank wants to stop now. problem: a sentence where this rank cannot go on."""
         now = time.monotonic()
         seconds, self._round_began, self._rounds = now - self._round_began, now, self._rounds + 1

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import platform
+import socket
+import sys
+from datetime import datetime, timezone
+from typing import Any
+
 import torch
 
 from data.loader import micro_batch_rows
-from data.plan import CAUSAL, MASKED
+from data.plan import CAUSAL, MASKED, StepPlan
 from model import ModelConfig
+from ops.reference import reference_parts
 from training import kernel_report
+from training.config import TrainingConfig
 from training.distributed import World
 from training.forward_backward import graph_obstacle
+from training.inputs import Inputs
 from training.memory import memory_estimate
-from training.setup import Inputs
+from training.run_dir import origin
 from training.wording import count
 
 # Dense bf16 matrix rates in FLOP/s of what a rank has, from the vendors' data sheets, by what the device's name
@@ -41,22 +50,21 @@ def peak_flops(device: torch.device) -> float | None:
     return _PEAK_FLOPS[max(fitting, key=len)] if fitting else None
 
 
-def flops_per_token(config: ModelConfig, row_length: int, target_share: float) -> float:
+def flops_per_token(config: ModelConfig, row_length: int, target_fraction: float) -> float:
     """Floating-point operations of one token's forward and backward pass in matrix products.
 
     Two per multiply-add, backward twice forward. Attention counts the full row (documents and causality save some of
-    it); the head counts on the share of positions that are targets.
+    it); the head counts on the fraction of positions that are targets.
     """
     width, inner = config.hidden_size, config.intermediate_size
     projections = 4 if config.model_type == "ltg-bert" else 5  # q, k, v, output and GPT-BERT's gate
     layer = projections * width * width + 3 * width * inner + 2 * row_length * width
     head = width * width + width * config.vocab_size
-    return 6.0 * (config.num_hidden_layers * layer + target_share * head)
+    return 6.0 * (config.num_hidden_layers * layer + target_fraction * head)
 
 
-def target_share(inputs: Inputs, step: int) -> float:
-    """Expected share of positions with a target at `step`."""
-    plan = inputs.plan.step(step)
+def target_fraction(plan: StepPlan) -> float:
+    """Expected fraction of positions that have a target in a step."""
     masked = plan.masked_rows / plan.rows
     return masked * plan.mask_p + (1 - masked)
 
@@ -84,16 +92,8 @@ def _validation_line(inputs: Inputs) -> str:
     return line if longest is None else f"{line}, of {longest.seq_length} too once rows are so long"
 
 
-def _pairs_line(inputs: Inputs) -> str:
-    if inputs.pairs is None:
-        return "none (--evaluate_data)"
-    every = inputs.config.evaluate_every
-    counts = ", ".join(f"{each.name} {len(each.pairs):,}" for each in inputs.pairs.sets)
-    return f"{counts}; {f'every {every} steps' if every else 'at the end'}"
-
-
-def describe(inputs: Inputs, world: World, split: str, parameters: int, mixed_precision: bool, start_step: int) -> str:
-    """The start-up block."""
+def describe(inputs: Inputs, world: World, split: str, parameters: int, start_step: int, pairs: str = "") -> str:
+    """The start-up block. pairs: what --evaluate_data holds, in words."""
     config, plan, corpus, model = inputs.config, inputs.plan, inputs.corpus, inputs.model_config
     epoch_tokens = corpus.tokens_before_epoch(1)
     epochs = [plan.objective_tokens(o) / epoch_tokens for o in (MASKED, CAUSAL)]
@@ -117,7 +117,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, mixed_pr
     graphs = graph_obstacle(config, model, world.device)
     lines = {
         "run": f"{config.run_folder}, steps {start_step} -> {config.max_steps}, seed {config.seed}",
-        "device": f"{world.size} x {device}, {'bf16 autocast' if mixed_precision else 'fp32'}",
+        "device": f"{world.size} x {device}, {'bf16 autocast' if config.mixed_precision else 'fp32'}",
         "kernels": kernel_report.line(missing),
         "model": f"{model.model_type}, {parameters:,} parameters ({model.hidden_size} x {model.num_hidden_layers} "
         f"layers, {model.num_attention_heads} heads, vocabulary {model.vocab_size:,}, "
@@ -125,7 +125,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, mixed_pr
         "data": f"{corpus.num_documents:,} documents, {epoch_tokens:,} tokens an epoch; this run reads "
         f"{epochs[MASKED]:.2f} epochs masked and {epochs[CAUSAL]:.2f} causal",
         "validation": _validation_line(inputs),
-        "minimal pairs": _pairs_line(inputs),
+        "minimal pairs": pairs or "none (--evaluate_data)",
         "objective": f"{ratio} of rows masked, masks {config.mask_p_start:g} -> {config.mask_p_end:g}, "
         f"split {split}{hint}",
         "batch, start": _batch_line(inputs, 0, world),
@@ -145,3 +145,23 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, mixed_pr
             f"{model.max_position_embeddings - 1} on all count as one"
         )
     return "\n".join(f"  {key:<13} {value}" for key, value in lines.items())
+
+
+def describe_launch(config: TrainingConfig, model: ModelConfig, world: World, start_step: int) -> dict[str, Any]:
+    """What config.json records about one start of the run."""
+    device = world.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "command": sys.argv,
+        "world_size": world.size,
+        "nodes": world.environment.nodes,
+        "job_id": world.environment.job_id,
+        "restart_count": world.environment.restart_count,
+        "device": name,
+        "kernels": kernel_report.line(kernel_report.missing(config, model, device)),
+        "reference": reference_parts(),
+        "start_step": start_step,
+        "resumed_from": origin(config),
+    }

@@ -1,4 +1,4 @@
-"""What is measured between steps: held-out loss, perplexity and accuracy, minimal pairs, and what the model writes."""
+"""Validation: loss, perplexity and accuracy on held-out rows, of the weights and of their average."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ import re
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import nn
 
 from data.loader import ValidationSet, micro_batch_rows
 from data.plan import OBJECTIVES
-from evaluation.pair_accuracy import PairScorer, evaluate_pairs
-from evaluation.samples import Sampler, from_corpus, labelled
-from evaluation.token_log_probs import BatchShape
 from training.distributed import World
 from training.forward_backward import padded_targets
-from training.loss import evaluate, sums_by_objective
-from training.setup import Inputs
-from training.step import TrainState
+from training.inputs import Inputs
+from training.loss import score_targets, sums_by_objective
+from training.state import TrainState
 
 
 @torch.no_grad()
@@ -46,7 +42,7 @@ def validate(
             with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=autocast):
                 # Of few sizes, so that the allocator finds again what it had before.
                 slots = padded_targets(int(batch.targets.sum()), inputs.labels.numel(), ())
-                scores, which = evaluate(model, inputs, slots, None)
+                scores, which = score_targets(model, inputs, slots, None)
             sums += sums_by_objective(scores, which)
     model.train(was_training)
     metrics = {}
@@ -59,7 +55,7 @@ def validate(
     return metrics
 
 
-def validation_metrics(state: TrainState, inputs: Inputs, world: World) -> dict[str, Any]:
+def validation_metrics(state: TrainState, inputs: Inputs) -> dict[str, Any]:
     """Validation of the weights and of their average.
 
     Rows have the run's first length, so that all validations compare; once training's rows have grown to their final
@@ -75,7 +71,7 @@ def validation_metrics(state: TrainState, inputs: Inputs, world: World) -> dict[
     def measure(prefix: str) -> dict[str, float]:
         found = {}
         for each, batch_rows, suffix in sets:
-            found |= validate(state.model, each, world, batch_rows, bool(config.mixed_precision), prefix, suffix)
+            found |= validate(state.model, each, state.world, batch_rows, bool(config.mixed_precision), prefix, suffix)
         return found
 
     metrics = measure("valid/")
@@ -97,26 +93,3 @@ def validation_line(metrics: dict[str, Any]) -> str:
     line = f"step {metrics['step']:>6}  validation loss: {losses('')}"
     lengths = {found[1] for key in metrics if (found := re.fullmatch(r"valid/(?:masked|causal)_loss_(\d+)", key))}
     return "; ".join([line, *(f"in rows of {length}: {losses(f'_{length}')}" for length in sorted(lengths))])
-
-
-def pair_metrics(state: TrainState, inputs: Inputs, pairs: PairScorer, world: World) -> dict[str, Any]:
-    """Minimal pairs with the averaged weights, in batches of the shape that validation uses."""
-    config = inputs.config
-    layout = BatchShape(config.local_batch_size, config.seq_length)
-    with state.ema.swapped_in(state.model):
-        metrics = evaluate_pairs(state.model, pairs, world, layout, config.evaluate_mode, bool(config.mixed_precision))
-    return {"step": state.step, "stats/tokens": inputs.plan.tokens_before(state.step), **metrics}
-
-
-def sample_texts(state: TrainState, inputs: Inputs) -> list[dict[str, Any]]:
-    """What the averaged weights make of held-out documents; for one rank, on its own."""
-    config, held_out = inputs.config, inputs.held_out
-    if held_out is None or not config.validation_samples:
-        return []
-    tokenizer = Tokenizer.from_str(inputs.tokenizer_text)
-    material = from_corpus(held_out.corpus, tokenizer, config.validation_samples)
-    with state.ema.swapped_in(state.model):
-        try:
-            return labelled(Sampler(state.model, tokenizer, eager=bool(config.compile)).take(material), state.step)
-        finally:
-            state.model.train()  # also where it failed half-way: samples must not change the run

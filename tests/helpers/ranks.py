@@ -88,31 +88,31 @@ def fault(function: Callable[[int], Iterator[None]]) -> None:
 @fault
 def bad_norm(rank: int) -> Iterator[None]:
     """Rank 1 alone finds an infinite gradient at step 6, after the sum over ranks."""
-    from training import loop
+    import train_single_gpu
 
-    train_step = loop.train_step
+    train_step = train_single_gpu.train_step
 
     def step(state, *arguments):
         if state.step == 5 and rank == 1:
-            update = state.update
+            update = state.optimizer_step
 
             def faulty():
                 next(iter(state.model.parameters())).grad.view(-1)[0] = float("inf")
                 return update()
 
-            with mock.patch.object(state, "update", faulty):
+            with mock.patch.object(state, "optimizer_step", faulty):
                 return train_step(state, *arguments)
         return train_step(state, *arguments)
 
-    with mock.patch.object(loop, "train_step", step):
+    with mock.patch.object(train_single_gpu, "train_step", step):
         yield
 
 
 def _flips(rank: int, choose: Callable) -> Iterator[None]:
     """A bit of a tensor that `choose` finds in the state flips on rank 1 after step 5."""
-    from training import loop
+    import train_single_gpu
 
-    train_step = loop.train_step
+    train_step = train_single_gpu.train_step
 
     def step(state, *arguments):
         done = train_step(state, *arguments)
@@ -120,7 +120,7 @@ def _flips(rank: int, choose: Callable) -> Iterator[None]:
             choose(state).data.view(torch.int32).view(-1)[3] ^= 1 << 29
         return done
 
-    with mock.patch.object(loop, "train_step", step):
+    with mock.patch.object(train_single_gpu, "train_step", step):
         yield
 
 
@@ -137,9 +137,9 @@ def flipped_average(rank: int) -> Iterator[None]:
 @fault
 def stopped(rank: int) -> Iterator[None]:
     """Rank 1 is stopped after step 5, as by SIGSTOP from outside."""
-    from training import loop
+    import train_single_gpu
 
-    train_step = loop.train_step
+    train_step = train_single_gpu.train_step
 
     def step(state, *arguments):
         done = train_step(state, *arguments)
@@ -147,14 +147,14 @@ def stopped(rank: int) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGSTOP)
         return done
 
-    with mock.patch.object(loop, "train_step", step):
+    with mock.patch.object(train_single_gpu, "train_step", step):
         yield
 
 
 def main() -> None:
+    from train_single_gpu import main as train
     from training import errors
     from training.distributed import start_world
-    from training.loop import main as train
 
     rank, errors._LAUNCHER_SECONDS = int(os.environ["RANK"]), 0.0  # there is no launcher
     for told in json.loads(sys.argv[1]):
@@ -164,7 +164,7 @@ def main() -> None:
         broken = FAULTS[run.fault](rank) if run.fault else contextlib.nullcontext()
         printed = contextlib.redirect_stdout(text), contextlib.redirect_stderr(text)
         with mock.patch.dict(os.environ, variables), broken, printed[0], printed[1]:
-            code = train(arguments, "", start_world)
+            code = train(arguments, start_world)
         print(json.dumps(asdict(Outcome(code, text.getvalue()))), flush=True)
 
 

@@ -20,14 +20,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def sabotage() -> None:
     """Change the training step as the variables say."""
-    from training import loop
+    import train_single_gpu
     from training.environment import read_environment
 
     environment, pause = read_environment(os.environ), float(os.environ.get("TEST_STEP_SECONDS", "0"))
     if "TEST_LAYOUT" in os.environ:
         facts = {**dataclasses.asdict(environment), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
         (Path(os.environ["TEST_LAYOUT"]) / f"{environment.rank}.json").write_text(json.dumps(facts))
-    train_step = loop.train_step
+    train_step = train_single_gpu.train_step
 
     def step(state, *arguments):
         time.sleep(pause)
@@ -40,7 +40,7 @@ def sabotage() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return train_step(state, *arguments)
 
-    loop.train_step = step
+    train_single_gpu.train_step = step
 
 
 if __name__ == "__main__":

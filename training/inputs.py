@@ -1,0 +1,218 @@
+"""The inputs of a run, read and checked before any device is touched: tokenizer, model sizes, shards, data plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from data.corpus import Corpus
+from data.loader import BatchBuilder, Loader, ValidationSet
+from data.masking import MaskingOptions
+from data.plan import DataPlan, resolve_split
+from data.shards import tokenizer_hash
+from model import ModelConfig, ModelConfigError
+from training.checkpoint import training_flags
+from training.config import LATER_FLAGS, ConfigError, TrainingConfig, later_flag
+from training.distributed import World
+from training.run_dir import RunView
+
+_VOCABULARY_PADDING = 128  # a vocabulary rounded up to a multiple of this is no mistake
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the files named on the command line hold. held_out_identity: "" without --valid_path."""
+
+    config: TrainingConfig
+    model_config: ModelConfig
+    tokenizer_text: str
+    corpus: Corpus
+    held_out: ValidationSet | None
+    plan: DataPlan
+    builder: BatchBuilder
+    data_identity: str
+    held_out_identity: str
+
+    @cached_property
+    def held_out_longest(self) -> ValidationSet | None:
+        """The held-out set in rows of the run's final length; None where rows do not grow."""
+        longest = self.plan.longest_row
+        if self.held_out is None or longest == self.held_out.seq_length:
+            return None
+        return self.held_out.in_rows_of(longest)
+
+    def on_device(self, device: torch.device) -> Inputs:
+        """These inputs with the flags filled in whose default depends on the device."""
+        return dataclasses.replace(self, config=resolve_device_defaults(self.config, device))
+
+    def loader(self, world: World, split: str, start_step: int) -> Loader:
+        """The batches of this rank from `start_step` on."""
+        return Loader(
+            self.builder,
+            rank=world.rank,
+            world_size=world.size,
+            split=split,
+            local_batch_size=self.config.local_batch_size,
+            start_step=start_step,
+            pin_memory=world.device.type == "cuda",
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """What the run folder's config.json says of them."""
+        return {
+            "flags": self.config.to_dict(),
+            "model": self.model_config.to_dict(),
+            "data": {
+                "identity": self.data_identity,
+                "held_out_identity": self.held_out_identity,
+                "documents": self.corpus.num_documents,
+                "tokens": self.corpus.tokens_before_epoch(1),
+                "sources": [dataclasses.asdict(source) for source in self.corpus.sources],
+            },
+        }
+
+
+def _special_id(tokenizer: Tokenizer, token: str, config: TrainingConfig) -> int:
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        raise ConfigError(
+            f"--tokenizer_path {config.tokenizer_path!r} has no token {token}; "
+            "preprocessing/train_tokenizer.py makes one that fits"
+        )
+    if number >= config.n_special_tokens:
+        raise ConfigError(
+            f"--n_special_tokens is {config.n_special_tokens} but {token} has id {number} in {config.tokenizer_path}; "
+            f"give at least {number + 1}"
+        )
+    return number
+
+
+def _read_tokenizer(path: str) -> tuple[Tokenizer, str]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        return Tokenizer.from_str(text), text
+    except OSError as error:
+        raise ConfigError(f"--tokenizer_path {path!r} cannot be read: {error.strerror}") from error
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise ConfigError(f"--tokenizer_path {path!r} is not a tokenizer.json: {error}") from error
+
+
+def make_plan(config: TrainingConfig) -> DataPlan:
+    """The data schedule that a configuration asks for."""
+    return DataPlan(
+        max_steps=config.max_steps,
+        seq_length=config.seq_length,
+        global_batch_size=config.global_batch_size,
+        batch_reduction=config.batch_reduction,
+        hybrid_numerator=config.hybrid_numerator,
+        hybrid_denominator=config.hybrid_denominator,
+        hybrid_numerator_end=config.numerator_end,
+        mask_p_start=config.mask_p_start,
+        mask_p_end=config.mask_p_end,
+        milestones=config.length_milestones,
+        seed=config.seed,
+    )
+
+
+def _with_later_flags(config: TrainingConfig) -> TrainingConfig:
+    """`config` with LATER_FLAGS filled in where they were not given: as the run to go on from has them."""
+    left = [name for name in LATER_FLAGS if getattr(config, name) is None]
+    folder = RunView(config.run_folder)
+    start = folder.path if folder.used else Path(config.checkpoint_filename or config.resume)
+    flags = training_flags(start) if left else {}
+    return dataclasses.replace(config, **{name: later_flag(flags, name) for name in left})
+
+
+def read_inputs(config: TrainingConfig) -> Inputs:
+    """Open and check all files. Raises ValueError (ConfigError, CorpusError, ShardError), each one sentence."""
+    config = _with_later_flags(config)
+    tokenizer, text = _read_tokenizer(config.tokenizer_path)
+    try:
+        model_config = ModelConfig.from_json(config.config_file)
+    except ModelConfigError as error:
+        raise ConfigError(f"--config_file: {error}") from error
+    words = tokenizer.get_vocab_size()
+    options = MaskingOptions(
+        vocab_size=words,
+        mask_id=_special_id(tokenizer, "<mask>", config),
+        bos_id=_special_id(tokenizer, "<s>", config),
+        pad_id=_special_id(tokenizer, "<pad>", config),
+        n_special_tokens=config.n_special_tokens,
+        random_p=config.mask_random_p,
+        keep_p=config.mask_keep_p,
+        even=config.masking == "even",
+        row_start=bool(config.row_start),
+        seed=config.seed,
+    )
+    eos = _special_id(tokenizer, "</s>", config) if config.document_end else None
+    identity = tokenizer_hash(config.tokenizer_path)
+    corpus = Corpus(config.train_path, tokenizer_hash=identity, bos_id=options.bos_id, eos_id=eos, seed=config.seed)
+    if not words <= model_config.vocab_size < words + _VOCABULARY_PADDING:
+        raise ConfigError(
+            f"--config_file {config.config_file!r} has vocab_size {model_config.vocab_size} but --tokenizer_path "
+            f"{config.tokenizer_path!r} has {words} tokens; set vocab_size to {words} (or to the next multiple of 64)"
+        )
+    held_out = None
+    if config.valid_path:
+        rows = config.validation_steps * config.local_batch_size or None
+        valid = Corpus(config.valid_path, tokenizer_hash=identity, bos_id=options.bos_id, eos_id=eos)
+        held_out = ValidationSet(valid, dataclasses.replace(options, even=False), config.seq_length, rows=rows)
+        _refuse_shared(config, corpus, valid)
+    plan = make_plan(config)
+    if plan.smallest_batch < 1:
+        raise ConfigError(
+            f"--global_batch_size is {config.global_batch_size}, which leaves a step without rows once "
+            f"--batch_reduction ({config.batch_reduction:g}) and longer rows have divided it; raise it or lower those"
+        )
+    builder = BatchBuilder(corpus, plan, options)
+    held_out_identity = held_out.corpus.identity() if held_out is not None else ""
+    return Inputs(config, model_config, text, corpus, held_out, plan, builder, corpus.identity(), held_out_identity)
+
+
+def _refuse_shared(config: TrainingConfig, corpus: Corpus, valid: Corpus) -> None:
+    """Refuse shards that are trained on and held out. Raises ConfigError."""
+    known = {shard.content_hash: shard for shard in corpus.shards}
+    shared = next((shard for shard in valid.shards if shard.content_hash in known), None)
+    if shared is not None:
+        raise ConfigError(
+            f"--valid_path {config.valid_path!r} holds {shared.path}, but --train_path {config.train_path!r} holds it, "
+            f"too, as {known[shared.content_hash].path}; give shards that are held out (tokenize_corpus.py "
+            "--validation_fraction makes them)"
+        )
+
+
+def resolve_device_defaults(config: TrainingConfig, device: torch.device) -> TrainingConfig:
+    """`config` with the flags filled in whose default depends on the device."""
+    on_cuda = device.type == "cuda"
+    return dataclasses.replace(
+        config,
+        mixed_precision=on_cuda if config.mixed_precision is None else config.mixed_precision,
+        compile=on_cuda if config.compile is None else config.compile,
+    )
+
+
+def choose_split(config: TrainingConfig, plan: DataPlan, world_size: int) -> str:
+    """The resolved --hybrid_split for `world_size` ranks. Raises ConfigError where the batch cannot be shared out."""
+    try:
+        split = resolve_split(
+            config.hybrid_split,
+            world_size,
+            config.hybrid_numerator,
+            config.hybrid_denominator,
+            constant=config.numerator_end in (None, config.hybrid_numerator),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    # With `ranks`, every rank needs a row of its objective; their numbers differ by at most one from rows / ranks.
+    if plan.smallest_batch < world_size:
+        raise ConfigError(
+            f"--global_batch_size is {config.global_batch_size}: the run's smallest batch has {plan.smallest_batch} "
+            f"rows, too few for {world_size} ranks; raise it, lower --batch_reduction or use fewer ranks"
+        )
+    return split

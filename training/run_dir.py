@@ -1,0 +1,193 @@
+"""The run folder OUTPUT_DIR/NAME: its files, its lock, and config.json with everything needed to repeat the run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import secrets
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+
+from data.atomic_io import write_atomically
+from training.checkpoint import SaveError
+from training.config import ConfigError, TrainingConfig
+from training.status import checkpoint_folders, copied_from, list_checkpoints
+from training.watchdog import FolderOwner
+
+SAMPLES = "samples.jsonl"
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def git_commit() -> str | None:
+    """Commit of this checkout, with a + where files differ from it; None outside git.
+
+    In the copy of the code that slurm/launch.py makes for a job, what that has noted.
+    """
+    noted = _ROOT / "GIT_COMMIT"
+    if noted.is_file():
+        return noted.read_text(encoding="utf-8").strip() or None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(_ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Versions on which numbers may depend."""
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "tokenizers": tokenizers.__version__,
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+class RunView:
+    """OUTPUT_DIR/NAME, to be read; it need not exist."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / SAMPLES
+        self.config = path / "config.json"
+
+    @property
+    def checkpoint_folders(self) -> list[Path]:
+        """Where its checkpoints may be, its own folder first."""
+        return checkpoint_folders(self.path)
+
+    @property
+    def used(self) -> bool:
+        """Whether a run has left checkpoints or metrics here."""
+        return bool(list_checkpoints(*self.checkpoint_folders)) or (
+            self.metrics.exists() and self.metrics.stat().st_size > 0
+        )
+
+    def read_config(self) -> dict[str, Any] | None:
+        """The config.json of an earlier start; None where there is none. Raises ConfigError where it is damaged."""
+        if not self.config.exists():
+            return None
+        try:
+            return json.loads(self.config.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{self.config} cannot be read ({error}); restore it, or take another --name") from error
+
+
+class RunFolder(RunView):
+    """The folder of a run at work. Only rank 0 has one; it is locked while it is open."""
+
+    def __init__(self, path: Path, patience: float = 0.0):
+        """Open and lock the folder; `patience`: seconds to wait for a process that has it. Raises ConfigError."""
+        super().__init__(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+            self._lock = (path / ".lock").open("a+")
+        except OSError as error:
+            raise ConfigError(f"--output_dir: {path} cannot be written: {error.strerror}") from error
+        self._owner = FolderOwner(path)  # where there are no locks
+        if holder := self._acquire(patience):
+            self._lock.close()
+            raise ConfigError(f"--name: {holder} is training in {path}; wait for it or take another name")
+        self._held = {place: os.open(place, os.O_RDONLY) for place in (path, self.checkpoints)}
+
+    def _acquire(self, patience: float) -> str:
+        """Take the folder, by its lock or as its owner; who has it, where that stays another process."""
+        end = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return ""
+            except BlockingIOError:
+                holder = "another process"
+            except OSError:
+                holder = self._owner.claim()
+                if not holder:
+                    print(f"note: {self.path} is on a file system without locks: owner.json guards it", flush=True)
+                    return ""
+                holder = f"another process ({holder})"
+            if time.monotonic() >= end:
+                return holder
+            time.sleep(0.5)
+
+    def write_config(
+        self, config: TrainingConfig, content: Mapping[str, Any], tokenizer_text: str, launch: Mapping[str, Any]
+    ) -> str:
+        """Write or extend config.json (`content`: Inputs.as_json); returns the run's wandb id."""
+        old = self.read_config() or {}
+        if original := copied_from(self.path, old):
+            print(f"note: {self.path} is a copy of {original}: it gets a wandb run of its own", flush=True)
+            old = {**old, "wandb_id": None, "spare_checkpoints": []}
+        wandb_id = old.get("wandb_id") or secrets.token_hex(4)
+        spare = self._spare(config, wandb_id, old.get("spare_checkpoints", []))
+        record = {
+            **content,
+            "versions": versions(),
+            "git_commit": git_commit(),
+            "folder": str(self.path.resolve()),
+            "wandb_id": wandb_id,
+            "spare_checkpoints": spare,
+            "launches": [*old.get("launches", []), launch],
+        }
+        write_atomically(self.config, json.dumps(record, indent=1).encode())
+        write_atomically(self.path / "tokenizer.json", tokenizer_text.encode())
+        return wandb_id
+
+    def _spare(self, config: TrainingConfig, run_id: str, known: list[str]) -> list[str]:
+        """Every folder that --spare_checkpoint_dir has meant for this run, the present one last. Raises ConfigError."""
+        if not config.spare_checkpoint_dir:
+            return known
+        spare = Path(config.spare_checkpoint_dir).resolve() / f"{config.name}_{run_id}" / "checkpoints"
+        try:
+            spare.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"--spare_checkpoint_dir: {spare} cannot be written: {error.strerror}"
+            if not known:
+                raise ConfigError(problem) from error
+            print(f"note: {problem}", flush=True)  # it was fit when the run began; the run can do without for now
+        return [*(path for path in known if path != str(spare)), str(spare)]
+
+    def check(self) -> None:
+        """Raise SaveError where the folder is not the one that was opened: what is written there now would be lost."""
+        for place, descriptor in self._held.items():
+            try:
+                same, reason = (
+                    os.path.samestat(os.fstat(descriptor), place.stat()),
+                    "it was unmounted, moved or replaced",
+                )
+            except OSError as error:
+                same, reason = False, error.strerror
+            if not same:
+                raise SaveError(f"{place} is not the folder that the run has opened: {reason}")
+
+    def close(self) -> None:
+        """Release the folder."""
+        self._owner.release()
+        self._lock.close()
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held = {}
+
+
+def origin(config: TrainingConfig) -> str | None:
+    """The full path that --resume or --checkpoint_filename names, None where it names none."""
+    wish = config.checkpoint_filename or config.resume
+    return None if wish in ("auto", "never") else str(Path(wish).resolve())

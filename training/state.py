@@ -1,0 +1,105 @@
+"""The state of training: all that a step changes, made from the seed or from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from data.counter_rng import fold
+from data.masking import MaskingOptions
+from model import LTGBert, ModelConfig
+from model_extra import build_model
+from ops.bit_sums import BitSums
+from training.checkpoint import Checkpoint, read_initial_weights
+from training.config import ConfigError, TrainingConfig
+from training.distributed import World
+from training.ema import Ema
+from training.forward_backward import ForwardBackward, compile_layers, graph_obstacle
+from training.gradients import BUCKET_BYTES, GradientBuckets, broadcast_parameters
+from training.optimizers import OptimizerStep, load_named_state, make_optimizer
+
+_INITIALISATION = 301  # purpose of the key that seeds the initial weights
+
+
+@dataclass
+class TrainState:
+    """All that training changes. `step` counts optimizer steps done."""
+
+    step: int
+    world: World
+    model: LTGBert
+    gradients: GradientBuckets
+    optimizer: torch.optim.Optimizer
+    ema: Ema
+    optimizer_step: OptimizerStep
+    forward_backward: ForwardBackward
+    bit_sums: BitSums = field(default_factory=BitSums)
+
+    @property
+    def parameters(self) -> int:
+        """The model's number of parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About how large a checkpoint is: weights, their average and two moments, in float32."""
+        return 16 * self.parameters
+
+    @classmethod
+    def create(
+        cls,
+        config: TrainingConfig,
+        model_config: ModelConfig,
+        options: MaskingOptions,
+        world: World,
+        checkpoint: Checkpoint | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> TrainState:
+        """The state of a checkpoint, or a fresh one from the seed and --initial_weights, on the device of `world`.
+
+        config: device defaults resolved. All ranks get rank 0's weights. Raises ConfigError where weights do not fit.
+        """
+        model = _initial_model(config, model_config, checkpoint)
+        broadcast_parameters(model.to(world.device).train(), world)
+        optimizer = make_optimizer(
+            model,
+            config.optimizer,
+            lr=config.learning_rate,
+            betas=(config.optimizer_beta1, config.optimizer_beta2),
+            eps=config.optimizer_eps,
+            weight_decay=config.weight_decay,
+        )
+        ema = Ema(model, config.ema_decay)
+        if checkpoint is not None:
+            load_named_state(optimizer, model, checkpoint.tensors("optimizer", world.device), checkpoint.step)
+            ema.load_state_dict(checkpoint.tensors("ema", world.device))
+        if config.compile:
+            compile_layers(model)
+        captures = not graph_obstacle(config, model_config, world.device)
+        gradients = GradientBuckets(model, world, config.allreduce_dtype, stay=captures, bucket_bytes=bucket_bytes)
+        forward_backward = ForwardBackward(
+            model, gradients, options, config.z_loss_weight, world.device, bool(config.mixed_precision), captures
+        )
+        update = OptimizerStep(model, optimizer, ema, config.max_gradient or math.inf)
+        step = 0 if checkpoint is None else checkpoint.step
+        return cls(step, world, model, gradients, optimizer, ema, update, forward_backward)
+
+
+def _initial_model(config: TrainingConfig, model_config: ModelConfig, checkpoint: Checkpoint | None) -> LTGBert:
+    """The model with the weights that training starts from, on the CPU."""
+    with torch.random.fork_rng(devices=[]):  # the seed decides, and nobody else's random numbers move
+        torch.manual_seed(fold(config.seed, _INITIALISATION) >> 1)
+        model = build_model(model_config)
+    if checkpoint is not None:
+        model.load_state_dict(checkpoint.tensors("model"))
+    elif config.initial_weights:
+        try:
+            model.load_state_dict(read_initial_weights(config.initial_weights))
+        except RuntimeError as error:
+            shown = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"--initial_weights {config.initial_weights!r} does not fit the model: {shown}"
+            ) from error
+    return model
