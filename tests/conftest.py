@@ -165,9 +165,9 @@ def fake_slurm(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A running SLURM of four nodes with four pretended GPUs each, idle when a test begins (`Cluster` in cluster.py).
+    """A running SLURM of four nodes with four pretended GPUs each, idle when a test begins (slurm_cluster_fixture.py).
 
-    Every test starts with its own `cluster.folder`, and what it leaves running or broken is cancelled and mended.
+    Every test starts with its own `cluster.folder`; jobs that it leaves are cancelled, and nodes repaired.
     """
     prefix = tmp_path_factory.mktemp("slurm")
     if len(str(prefix)) > LONGEST_PREFIX:

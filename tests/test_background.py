@@ -43,8 +43,8 @@ def test_what_fails_is_said_once_and_dropped():
     assert place.close(lambda _: calls.append(0), 60, never, 60)
     assert calls == [5]
     assert said == [
-        "note: wandb failed (ConnectionResetError: Connection lost); the run goes on without it, and metrics.jsonl has "
-        "everything"
+        "note: wandb failed (ConnectionResetError: Connection lost); the run continues without it, and metrics.jsonl "
+        "has everything"
     ]
 
 

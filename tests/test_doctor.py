@@ -70,7 +70,7 @@ def tree(folder: Path) -> dict[str, bytes | None]:
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def test_everything_is_fine(inputs, tmp_path, capsys):
+def test_doctor_passes_a_good_setup(inputs, tmp_path, capsys):
     before = tree(inputs)
     given = arguments(inputs, tmp_path / "new" / "runs")
     code, rows, printed = examined(capsys, given, tmp_path / "report.json")
@@ -101,7 +101,7 @@ def test_everything_is_fine(inputs, tmp_path, capsys):
     assert tree(inputs) == before
 
 
-def test_a_planned_world(inputs, tmp_path, capsys):
+def test_doctor_for_an_assumed_world_size(inputs, tmp_path, capsys):
     given = arguments(inputs, tmp_path)
     code, rows, _ = examined(capsys, given, tmp_path / "report.json", "--assume_world_size=4")
     assert code == 0
@@ -167,18 +167,18 @@ def test_damaged_shards(inputs, tmp_path, capsys):
     assert (code, rows["train shards"]["result"], rows["valid shards"]["result"]) == (0, WARN, SKIP)
 
 
-def test_unusable_inputs_leave_the_machine_checks(inputs, tmp_path, capsys):
+def test_machine_checks_run_despite_unusable_inputs(inputs, tmp_path, capsys):
     tokenizer = json.loads((inputs / "tokenizer.json").read_text())
     tokenizer["model"]["merges"].pop()
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    for options, says in (
+    for options, message in (
         ({"tokenizer_path": tmp_path / "tokenizer.json"}, "another tokenizer"),
         ({"train_path": "/nowhere"}, "/nowhere"),
         ({"mask_p_start": 1.5}, "--mask_p_start is 1.5"),
     ):
         code, rows, printed = examined(capsys, arguments(inputs, tmp_path, **options), tmp_path / "report.json")
         assert (code, rows["inputs"]["result"], rows["training step"]["result"]) == (1, FAIL, SKIP)
-        assert says in rows["inputs"]["detail"]
+        assert message in rows["inputs"]["detail"]
         assert rows["devices"]["result"] == rows["versions"]["result"] == OK
         assert "Traceback" not in printed
 
@@ -198,7 +198,7 @@ def test_flags_that_cannot_be_parsed(inputs, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_to_go_on_with(inputs, tmp_path, capsys):
+def test_run_to_resume(inputs, tmp_path, capsys):
     given = arguments(inputs, tmp_path / "runs", max_steps=4, save_every=2, validate_every=0)
     run(given)
     before = tree(tmp_path / "runs")
@@ -232,14 +232,14 @@ def test_a_run_to_go_on_with(inputs, tmp_path, capsys):
     assert tree(tmp_path / "runs") == before
 
 
-def test_a_folder_that_cannot_be_written(inputs, tmp_path, capsys):
+def test_unwritable_run_folder(inputs, tmp_path, capsys):
     code, rows, _ = examined(capsys, arguments(inputs, Path("/proc/nowhere")), tmp_path / "report.json")
     assert (code, rows["run folder"]["result"], rows["disk space"]["result"]) == (1, FAIL, SKIP)
     assert "--output_dir: /proc/nowhere/run cannot be written" in rows["run folder"]["detail"]
     assert rows["training step"]["result"] == OK
 
 
-def test_a_signal_leaves_nothing_in_the_run_folder(inputs, tmp_path, capsys, monkeypatch):
+def test_signal_leaves_nothing_in_the_run_folder(inputs, tmp_path, capsys, monkeypatch):
     def signalled(*_: object) -> None:
         assert list((tmp_path / "runs" / "run").glob(".doctor_*/token"))
         os.kill(os.getpid(), signal.SIGTERM)
@@ -252,7 +252,7 @@ def test_a_signal_leaves_nothing_in_the_run_folder(inputs, tmp_path, capsys, mon
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_too_full_a_file_system(inputs, tmp_path, capsys):
+def test_full_file_system(inputs, tmp_path, capsys):
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(
@@ -276,7 +276,7 @@ def test_too_full_a_file_system(inputs, tmp_path, capsys):
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_a_step_that_fails(inputs, tmp_path, capsys, monkeypatch):
+def test_failing_step(inputs, tmp_path, capsys, monkeypatch):
     given = arguments(inputs, tmp_path, learning_rate=1e30, warmup_proportion=0, optimizer="adamw")
     code, rows, printed = examined(capsys, given, tmp_path / "report.json")
     assert (code, rows["training step"]["result"]) == (1, FAIL)
@@ -320,7 +320,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_a_rank_that_never_comes(inputs, tmp_path, capsys, monkeypatch):
+def test_missing_rank(inputs, tmp_path, capsys, monkeypatch):
     """As under srun: rank 0 of 2 hosts the store itself and names whom it misses."""
     job = {
         "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
@@ -341,10 +341,10 @@ def on_two_ranks(function) -> list:
     """function(doctor) on two threads that share a rendezvous store as ranks do."""
     port, results, threads = free_port(), [None, None], []
     for rank in (0, 1):
-        place = Environment("slurm", rank, rank, 2, 2, master_port=port)
+        own = Environment("slurm", rank, rank, 2, 2, master_port=port)
 
-        def work(rank=rank, place=place):
-            results[rank] = function(Doctor(RankStore(place, 10), Report(shown=False), verbose=False))
+        def work(rank=rank, own=own):
+            results[rank] = function(Doctor(RankStore(own, 10), Report(shown=False), verbose=False))
 
         threads.append(threading.Thread(target=work))
         threads[-1].start()
@@ -353,7 +353,7 @@ def on_two_ranks(function) -> list:
     return results
 
 
-def test_one_rank_fails():
+def test_error_on_one_rank():
     def check(doctor: Doctor):
         def measure() -> int:
             if doctor.store.rank == 1:
@@ -371,7 +371,7 @@ def test_one_rank_fails():
         assert [row.detail for row in rows] == (["ranks 1: KeyError: 'disk'"] if rank == 0 else [])
 
 
-def test_a_rank_that_fails_inside_a_collective_frees_the_others():
+def test_error_inside_a_collective_frees_the_other_ranks():
     import torch
 
     def check(doctor: Doctor):

@@ -99,7 +99,7 @@ def test_tasks_per_node():
         tasks_per_node("2(3)")
 
 
-def test_a_step_may_be_smaller_than_its_job(monkeypatch):
+def test_slurm_step_smaller_than_its_job(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda _name: None)
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NUM_NODES": "1"}
     found = read_environment(
@@ -108,7 +108,7 @@ def test_a_step_may_be_smaller_than_its_job(monkeypatch):
     assert (found.world_size, found.nodes, found.master_addr) == (2, 1, "gpu04")
 
 
-def test_the_batch_script_itself_is_not_a_rank():
+def test_batch_script_is_not_a_rank():
     batch = {name: value for name, value in SLURM.items() if not name.startswith("SLURM_STEP")}
     with pytest.raises(EnvironmentProblem, match="put srun in front"):
         read_environment({**batch, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
@@ -129,18 +129,18 @@ def test_one_process_inside_a_job():
 
 
 @pytest.mark.parametrize("missing", sorted(REQUIRED - {"SLURM_PROCID"}))
-def test_a_partial_slurm_environment_names_what_is_missing(missing):
+def test_partial_slurm_environment_names_missing_variables(missing):
     with pytest.raises(EnvironmentProblem, match=missing):
         read_environment({name: value for name, value in SLURM.items() if name != missing})
 
 
 @pytest.mark.parametrize("missing", ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"])
-def test_a_partial_torchrun_environment_names_what_is_missing(missing):
+def test_partial_torchrun_environment_names_missing_variables(missing):
     with pytest.raises(EnvironmentProblem, match=missing):
         read_environment({name: value for name, value in TORCHRUN.items() if name != missing})
 
 
-def test_contradictions_and_nonsense_are_refused():
+def test_contradictory_environments_are_refused():
     with pytest.raises(EnvironmentProblem, match="rank 9 does not fit"):
         read_environment({**TORCHRUN, "RANK": "9"})
     with pytest.raises(EnvironmentProblem, match="'two'"):
@@ -177,10 +177,10 @@ def fake_slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     calls = tmp_path / "calls"
 
-    def install(squeue: str, scontrol: int = 0, says: str = ""):
+    def install(squeue: str, scontrol: int = 0, stderr: str = ""):
         for name, body in (
             ("squeue", f"echo '{squeue}'"),
-            ("scontrol", f"echo \"$@\" >> {calls}; echo '{says}' >&2; exit {scontrol}"),
+            ("scontrol", f"echo \"$@\" >> {calls}; echo '{stderr}' >&2; exit {scontrol}"),
         ):
             script = tmp_path / name
             script.write_text(f"#!/bin/sh\n{body}\n")
@@ -210,7 +210,7 @@ def test_time_limits_as_squeue_prints_them():
         ("RESV_DEL_HOLD 3:00 0", False, slurm_queue.REQUEUED),  # held: its reservation is gone
     ],
 )
-def test_who_is_requeued(fake_slurm, squeue, asked, outcome):
+def test_requeue_by_job_state(fake_slurm, squeue, asked, outcome):
     calls = fake_slurm(squeue)
     assert slurm_queue.requeue("12_3", 0) == (outcome, "")
     assert calls.exists() == asked
@@ -218,7 +218,7 @@ def test_who_is_requeued(fake_slurm, squeue, asked, outcome):
         assert calls.read_text() == "requeue 12_3\n"
 
 
-def test_a_requeue_that_is_refused(fake_slurm, monkeypatch):
+def test_refused_requeue(fake_slurm, monkeypatch):
     fake_slurm("RUNNING 1:00 0", 1, "Requested operation is presently disabled for job 5")
     assert slurm_queue.requeue("5", 0) == (slurm_queue.REFUSED, "Requested operation is presently disabled for job 5")
     fake_slurm("RUNNING 1:00 0", 1, "Job is pending execution for job 5")
@@ -242,8 +242,8 @@ def test_time_limit(fake_slurm, monkeypatch):
     assert TimeLimit(environment).seconds_left is None
     monkeypatch.setenv("PATH", "/nonexistent")  # in a container the job script says it
     assert TimeLimit(environment).seconds_left is None
-    told = read_environment({**SLURM, "SLURM_JOB_END_TIME": str(int(time.time()) + 100)})
-    assert 98 < TimeLimit(told).seconds_left <= 101
+    environment = read_environment({**SLURM, "SLURM_JOB_END_TIME": str(int(time.time()) + 100)})
+    assert 98 < TimeLimit(environment).seconds_left <= 101
     assert not TimeLimit(read_environment({})).reached(1e9)
 
 
@@ -259,7 +259,7 @@ with StopSignals():
 """
 
 
-def test_ctrl_c_is_answered_at_once_and_the_third_ends():
+def test_ctrl_c_prints_at_once_and_the_third_ends_the_process():
     command = [sys.executable, "-c", _HANGING.format(root=str(ROOT))]
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "SLURM_PROCID")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=kept)
@@ -275,7 +275,7 @@ def test_ctrl_c_is_answered_at_once_and_the_third_ends():
         process.communicate()
 
 
-def test_a_closed_terminal_is_ignored_under_nohup():
+def test_sighup_is_ignored_under_nohup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals() as signals:
@@ -291,7 +291,7 @@ def short_config(folder: Path, **flag) -> TrainingConfig:
     )
 
 
-def test_the_lead_before_the_time_limit_forgets_the_start(tmp_path, monkeypatch):
+def test_time_limit_lead_excludes_start_up(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("training.stopping.time.monotonic", lambda: now[0])
     conditions = StopConditions(short_config(tmp_path), StopSignals(), read_environment({}), None, 2_000_000_000)
@@ -305,13 +305,13 @@ def test_the_lead_before_the_time_limit_forgets_the_start(tmp_path, monkeypatch)
     assert conditions.lead == 70
 
 
-def test_starts_that_a_signal_ended_are_not_fruitless(tmp_path, fake_slurm):
+def test_starts_ended_by_signals_are_not_fruitless(tmp_path, fake_slurm):
     config = short_config(tmp_path, max_fruitless_starts=2)
     fake_slurm("RUNNING 1:00:00 0")
 
     def start(count: int) -> int:
-        place = read_environment({**SLURM, "SLURM_RESTART_COUNT": str(count)})
-        return register_attempt(config, place, 5).without_progress
+        environment = read_environment({**SLURM, "SLURM_RESTART_COUNT": str(count)})
+        return register_attempt(config, environment, 5).without_progress
 
     def end_by_signal(count: int) -> None:
         excuse_attempt(config, read_environment({**SLURM, "SLURM_RESTART_COUNT": str(count)}))

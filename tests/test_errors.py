@@ -94,7 +94,7 @@ class SlowSink:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "says"),
+    ("error", "code", "message"),
     [
         (ZeroDivisionError("an error of its own"), 1, "ZeroDivisionError: an error of its own"),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), 75, "ECC error"),
@@ -102,12 +102,12 @@ class SlowSink:
     ],
     ids=["bug", "device", "storage"],
 )
-def test_an_error_is_told_before_what_takes_long(inputs, tmp_path, capsys, monkeypatch, error, code, says):
+def test_error_is_reported_before_slow_start_up(inputs, tmp_path, capsys, monkeypatch, error, code, message):
     """stderr and status.json have it when the threads of the loader are joined and wandb is waited for."""
-    told = []
+    seen = []
 
     def close(self) -> None:
-        told.append((capsys.readouterr().err, read_status(tmp_path / "run").state))
+        seen.append((capsys.readouterr().err, read_status(tmp_path / "run").state))
 
     def step(*_: object) -> None:
         raise error
@@ -119,8 +119,8 @@ def test_an_error_is_told_before_what_takes_long(inputs, tmp_path, capsys, monke
     began = time.monotonic()
     assert train_single_gpu.main(flags(inputs, tmp_path, wandb_mode="offline"), single_world) == code
     assert time.monotonic() - began < 50
-    ((stderr, state),) = told
-    assert says in stderr
+    ((stderr, state),) = seen
+    assert message in stderr
     assert ("Traceback" in stderr) == (code != 75 or isinstance(error, RuntimeError))
     assert state == "failed"
 
@@ -142,21 +142,21 @@ def test_an_error_is_told_before_what_takes_long(inputs, tmp_path, capsys, monke
         (1, [], False, 1),
     ],
 )
-def test_a_job_is_retried_by_the_kind_of_its_first_failure(tmp_path, monkeypatch, srun, failures, retried, code):
-    """Whatever srun says, which depends on KillWait and on who ended whom."""
+def test_requeue_by_kind_of_first_failure(tmp_path, monkeypatch, srun, failures, retried, code):
+    """Whatever the exit code of srun, which depends on KillWait and on who ended whom."""
     monkeypatch.setattr(slurm_queue, "requeue", lambda *_: (slurm_queue.REQUEUED, ""))
     config = TrainingConfig(train_path="-", config_file="-", tokenizer_path="-", name="run", output_dir=str(tmp_path))
     config.run_folder.mkdir()
     for rank, (kind, secondary, error) in enumerate(failures):
-        place = Environment("slurm", rank=rank, world_size=8, job_id="77")
-        record_failure(config.run_folder, place, error, secondary, kind.name)
-    place = Environment("slurm", job_id="77")
-    write_status(config.run_folder, place, RUNNING, "", 0, 100)
-    found, words = finish(config, place, srun, requeue_on_crash=True)
+        environment = Environment("slurm", rank=rank, world_size=8, job_id="77")
+        record_failure(config.run_folder, environment, error, secondary, kind.name)
+    environment = Environment("slurm", job_id="77")
+    write_status(config.run_folder, environment, RUNNING, "", 0, 100)
+    found, words = finish(config, environment, srun, requeue_on_crash=True)
     assert found == code
     assert ("SLURM starts job 77 again" in words) == retried
-    write_status(config.run_folder, place, RUNNING, "", 0, 100)
-    found, words = finish(config, place, srun, requeue_on_crash=False)
+    write_status(config.run_folder, environment, RUNNING, "", 0, 100)
+    found, words = finish(config, environment, srun, requeue_on_crash=False)
     assert found == (code or (failures[0][0].code if failures else srun))
     assert words.startswith("job 77 failed: ")
 
@@ -184,12 +184,12 @@ _RETRIED = f"rank 0 on {HERE} failed first: CUDA error; SLURM starts job 77 agai
         ("debug|1|||(null)|(null)", [""], [], "", None, ""),
     ],
 )
-def test_a_restart_avoids_the_host_at_fault(tmp_path, monkeypatch, asks, hosts, blamed, refusal, excluded, words):
+def test_restart_excludes_host_at_fault(tmp_path, monkeypatch, asks, hosts, blamed, refusal, excluded, words):
     """asks: what squeue tells of the job (partition, nodes, required, excluded, reservation, features)."""
-    told = []
+    commands = []
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
-        told.append(command)
+        commands.append(command)
         error = refusal if command[1] == "update" else ""
         output = {"squeue": asks, "sinfo": _NODES}.get(command[0], "")
         return subprocess.CompletedProcess(command, int(bool(error)), output, error)
@@ -199,11 +199,11 @@ def test_a_restart_avoids_the_host_at_fault(tmp_path, monkeypatch, asks, hosts, 
     config.run_folder.mkdir()
     for restart, names in ((0, blamed), (1, hosts)):
         for rank, host in enumerate(names):
-            place = Environment("slurm", rank=rank, world_size=8, job_id="77", restart_count=restart)
-            record_failure(config.run_folder, place, "CUDA error", kind=HARDWARE.name, host_at_fault=host)
+            environment = Environment("slurm", rank=rank, world_size=8, job_id="77", restart_count=restart)
+            record_failure(config.run_folder, environment, "CUDA error", kind=HARDWARE.name, host_at_fault=host)
     code, said = finish(config, Environment("slurm", job_id="77", restart_count=1), 75, requeue_on_crash=True)
     assert code == 0
     assert said.startswith(_RETRIED + words) if words else said == _RETRIED
-    asked = [command[1:] for command in told if command[0] == "scontrol"]
+    asked = [command[1:] for command in commands if command[0] == "scontrol"]
     update = [("update", "JobId=77", f"ExcNodeList={excluded}")] if excluded else []
     assert asked == [("requeue", "77"), *update]  # in this order: only a pending job can be changed

@@ -228,7 +228,7 @@ def test_a_normal_step_of_two_gpus_never_waits_for_the_device(tmp_path: Path):
     """Rows of three lengths, graphs and many buckets; test_weight_update.py has other runs, of one GPU."""
     inputs = make_inputs(tmp_path / "inputs", hidden_size=64)
     options = {"device": "cuda", "batch_reduction": 1, "max_steps": 120, "log_stats_every": 2, "check_ranks_every": 5}
-    done = run(flags(inputs, tmp_path, **options), 2, script=ROOT / "tests" / "unwaiting.py")
+    done = run(flags(inputs, tmp_path, **options), 2, script=ROOT / "tests" / "helpers" / "no_host_sync.py")
     records = json.loads(done.stdout.splitlines()[-1])
     assert len(records) == 3
     assert min(map(len, records.values())) > 10, "a row length has too few steps after those that record graphs"

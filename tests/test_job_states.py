@@ -20,7 +20,7 @@ from training.slurm_queue import QueueEntry, SlurmUnreachable, read_queue
 from training.status import record_failure, write_status
 
 
-def test_what_slurm_knows(fake_slurm):
+def test_queue_from_squeue_and_scontrol(fake_slurm):
     assert read_queue("7") == {}
     fake_slurm("squeue", "7_3|PENDING|Priority\n7_0|RUNNING|None\n")
     assert read_queue("7") == {
@@ -37,7 +37,7 @@ def test_what_slurm_knows(fake_slurm):
     assert set(found) == {f"7_{index}" for index in (0, 1, 2, 3, 5)}
 
 
-def test_a_silent_controller_is_no_ended_job(fake_slurm, tmp_path, monkeypatch):
+def test_unreachable_controller_is_no_ended_job(fake_slurm, tmp_path, monkeypatch):
     fake_slurm("squeue", error="slurm_load_jobs error: Unable to contact slurm controller\n", code=1)
     with pytest.raises(SlurmUnreachable, match="squeue: slurm_load_jobs error: Unable to contact"):
         read_queue("7")
@@ -80,7 +80,7 @@ def test_a_silent_controller_is_no_ended_job(fake_slurm, tmp_path, monkeypatch):
         (None, RunOutcome(done=True), "finished", ""),
     ],
 )
-def test_judgement(entry, run, state, reason):
+def test_state_of_a_task(entry, run, state, reason):
     found = resolve_state(QueueEntry(*entry) if entry else None, run)
     assert found[0] == state
     assert reason in found[1]
@@ -96,19 +96,22 @@ def make_job(folder: Path, count: int = 3) -> Job:
 
 
 def make_run(task: Task, state: str, reason: str = "", job_id: str = "", restart: int = 0) -> Environment:
-    folder, place = Path(task.run_folder), Environment("slurm", job_id=job_id or task.job_id, restart_count=restart)
+    folder, environment = (
+        Path(task.run_folder),
+        Environment("slurm", job_id=job_id or task.job_id, restart_count=restart),
+    )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text('{"step": 11}\n{"step": 12}\n{"st')
-    write_status(folder, place, state, reason, 10, 50)
-    return place
+    write_status(folder, environment, state, reason, 10, 50)
+    return environment
 
 
-def test_the_table_of_a_job_that_slurm_has_forgotten(fake_slurm, tmp_path, capsys, monkeypatch):
+def test_status_table_of_a_forgotten_job(fake_slurm, tmp_path, capsys, monkeypatch):
     """One run is lost, one failed on a rank, and one folder holds the status of another job."""
     job = make_job(tmp_path)
     make_run(job.tasks[0], "running")
-    place = make_run(job.tasks[1], "failed", "words of rank 0", restart=1)
-    record_failure(Path(job.tasks[1].run_folder), place, "the disk is full")
+    environment = make_run(job.tasks[1], "failed", "words of rank 0", restart=1)
+    record_failure(Path(job.tasks[1].run_folder), environment, "the disk is full")
     make_run(job.tasks[2], "running", job_id="6_2")
     (job.folder / "7_2_0_result.pkl").write_bytes(
         pickle.dumps(("error", "Traceback ...\nModuleNotFoundError: No module named 'torch'\n"))
@@ -123,7 +126,7 @@ def test_the_table_of_a_job_that_slurm_has_forgotten(fake_slurm, tmp_path, capsy
     assert "no folder in runs/.jobs has that id" in capsys.readouterr().err
 
 
-def test_nobody_is_lost_while_slurm_cannot_be_asked(fake_slurm, tmp_path):
+def test_state_is_unknown_while_slurm_is_unreachable(fake_slurm, tmp_path):
     job = make_job(tmp_path, 2)
     make_run(job.tasks[0], "running")
     make_run(job.tasks[1], "finished")
@@ -135,7 +138,7 @@ def test_nobody_is_lost_while_slurm_cannot_be_asked(fake_slurm, tmp_path):
     assert not reports[0].over
 
 
-def test_following_a_job_shows_its_log_and_its_end(fake_slurm, tmp_path, capsys):
+def test_follow_prints_log_and_final_state(fake_slurm, tmp_path, capsys):
     job = make_job(tmp_path, 1)
     make_run(job.tasks[0], "finished")
     job.log(job.tasks[0]).write_text("step 12\n")
@@ -145,7 +148,7 @@ def test_following_a_job_shows_its_log_and_its_end(fake_slurm, tmp_path, capsys)
     assert reports_table(job.reports()) in shown
 
 
-def test_ctrl_c_stops_following_and_not_the_job(fake_slurm, tmp_path):
+def test_ctrl_c_ends_follow_and_not_the_job(fake_slurm, tmp_path):
     job = make_job(tmp_path, 1)
     fake_slurm("squeue", "7_0|RUNNING|None\n")
     command = [sys.executable, str(ROOT / "slurm" / "launch.py"), "--status", str(job.folder), "--follow"]
@@ -162,7 +165,7 @@ def test_ctrl_c_stops_following_and_not_the_job(fake_slurm, tmp_path):
     assert "scancel 7" in rest
 
 
-def test_the_last_step_of_a_long_file(tmp_path):
+def test_last_step_of_a_long_metrics_file(tmp_path):
     assert last_step(tmp_path) is None
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "x": "{"." * 90}"}}\n' for n in range(2000)))
     assert last_step(tmp_path) == 1999

@@ -32,7 +32,7 @@ def holds_list(flag: str) -> bool:
 # Submitting
 
 
-def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path, monkeypatch, capsys):
+def test_dry_run_prints_all_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM, no git
     options = ["--nodes", "2", "--gpus_per_node", "4", "--cpus_per_task", "8", "--time", "4:00:00", "--account", "a"]
@@ -78,7 +78,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path, monkeypatch, ca
     assert not re.search(r"--(time|array|gpus-per-node|partition)=", shown)
 
 
-def test_submitting_from_python(fake_slurm, tmp_path, monkeypatch):
+def test_submit_from_python(fake_slurm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fake_slurm("sbatch", "Submitted batch job 77\n")
     for name, value in {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "9", "RANK": "3", "SLURM_CONF": "/c", "MINE": "1"}.items():
@@ -124,7 +124,7 @@ def test_submitting_from_python(fake_slurm, tmp_path, monkeypatch):
     assert "#SBATCH --job-name=other\n" in script
 
 
-def test_a_refused_submission_leaves_nothing_behind(fake_slurm, tmp_path, monkeypatch, capsys):
+def test_refused_submission_leaves_no_folder(fake_slurm, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     fake_slurm("sbatch", error="sbatch: error: invalid partition specified: x\n", code=1)
     assert main(["--partition", "x", "--", *NEEDED]) == 2
@@ -132,7 +132,7 @@ def test_a_refused_submission_leaves_nothing_behind(fake_slurm, tmp_path, monkey
     assert not list((tmp_path / "runs" / ".jobs").iterdir())
 
 
-def test_another_launchers_variables_do_not_reach_the_job(monkeypatch):
+def test_launcher_variables_do_not_reach_the_job(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("SLURM_SITE_DEFAULT", "1")  # in a login shell, it is there for a reason
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -151,7 +151,7 @@ def trained(monkeypatch, tmp_path):
     handler, arguments = signal.getsignal(signal.SIGUSR2), sys.argv
     job = TrainingJob(["--name=run"], str(tmp_path / "run"))
     (tmp_path / "run").mkdir()
-    place = Environment("slurm", job_id="5", restart_count=2)
+    environment = Environment("slurm", job_id="5", restart_count=2)
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SLURM_PROCID", "0")
     for name, value in {"NTASKS": "1", "LOCALID": "0", "JOB_NODELIST": "localhost", "STEP_ID": "0"}.items():
@@ -163,9 +163,9 @@ def trained(monkeypatch, tmp_path):
             assert sys.argv == ["train_multi_gpu.py", "--name=run"]
             os.kill(os.getpid(), signal.SIGUSR2)
             assert signals.received == "SIGUSR2"
-            write_status(tmp_path / "run", place, state, "", 3, 10)
+            write_status(tmp_path / "run", environment, state, "", 3, 10)
             if error:
-                record_failure(tmp_path / "run", place, error)
+                record_failure(tmp_path / "run", environment, error)
             with signals:
                 return code
 
@@ -181,7 +181,7 @@ def trained(monkeypatch, tmp_path):
         del sys.tracebacklimit
 
 
-def test_the_outcome_of_a_job(trained):
+def test_job_outcome(trained):
     assert trained(0, "finished") == "finished"
     with pytest.raises(SystemExit) as ended:
         trained(0, "requeued")
@@ -190,7 +190,7 @@ def test_the_outcome_of_a_job(trained):
         trained(1, "failed", "the loss is nan")
 
 
-def test_submitit_may_send_the_job_again():
+def test_submitit_checkpoint_resubmits_the_job():
     job = TrainingJob(["--name=run"], "runs/run")
     again = pickle.loads(pickle.dumps(job)).checkpoint()
     assert again.function.arguments == ["--name=run"]
@@ -201,7 +201,7 @@ def test_submitit_may_send_the_job_again():
 
 
 @pytest.mark.slow
-def test_local_runs_go_on_after_one_that_failed(tmp_path):
+def test_local_sweep_continues_after_a_failed_run(tmp_path):
     inputs = make_inputs(tmp_path / "inputs")
     options = {"max_steps": 3, "validate_every": 0, "save_every": 0, "global_batch_size": 16}
     training = flags(inputs, tmp_path / "runs", **options)
@@ -213,7 +213,7 @@ def test_local_runs_go_on_after_one_that_failed(tmp_path):
     assert not (tmp_path / "runs" / ".jobs").exists()
 
 
-def test_local_ranks_are_started_by_torchrun(tmp_path, monkeypatch, capsys):
+def test_local_ranks_start_by_torchrun(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["--local", "--tasks_per_node", "2", "--sweep", "seed=1,2", "--dry_run", "--", *NEEDED]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
@@ -223,6 +223,6 @@ def test_local_ranks_are_started_by_torchrun(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_defaults_are_training_s():
+def test_defaults_are_those_of_training():
     """to_arguments leaves out what is default; it relies on the parser having the same ones."""
     assert parse_config(NEEDED, "") == TrainingConfig("shards/*.shard", "", "model.json", "t.json", name="run")

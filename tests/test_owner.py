@@ -26,7 +26,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_the_second_of_two_processes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_second_process_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     first = RunFolder(tmp_path)
     assert "without locks: owner.json guards it" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=rf"--name: another process \(process {os.getpid()} on \S+, last heartbeat"):
@@ -36,12 +36,12 @@ def test_the_second_of_two_processes_is_refused(tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "owner.json").exists()
 
 
-def owned_by(folder: Path, **facts: object) -> None:
+def owned_by(folder: Path, **changed: object) -> None:
     known = {"host": "elsewhere", "pid": 7, "pids": None, "job": "123", "time": time.time()}
-    (folder / "owner.json").write_text(json.dumps({**known, **facts}))
+    (folder / "owner.json").write_text(json.dumps({**known, **changed}))
 
 
-def test_a_silent_owner_is_replaced_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_silent_owner_is_replaced_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     owner = FolderOwner(tmp_path)
     owned_by(tmp_path)
     assert owner.claim().startswith("process 7 on elsewhere of job 123, last heartbeat ")
@@ -53,7 +53,7 @@ def test_a_silent_owner_is_replaced_and_told(tmp_path: Path, capsys: pytest.Capt
     owner.release()
 
 
-def test_a_process_that_is_gone_from_this_host_is_replaced_at_once(tmp_path: Path):
+def test_ended_process_of_this_host_is_replaced_at_once(tmp_path: Path):
     gone = 2**22 + 1  # above the largest process number
     pids = os.readlink("/proc/self/ns/pid")
     owned_by(tmp_path, host=socket.gethostname(), pid=gone, pids="another container's")
@@ -64,7 +64,7 @@ def test_a_process_that_is_gone_from_this_host_is_replaced_at_once(tmp_path: Pat
     owner.release()
 
 
-def test_a_damaged_owner_counts_as_old_as_it_is(tmp_path: Path):
+def test_damaged_owner_file_counts_by_its_age(tmp_path: Path):
     (tmp_path / "owner.json").write_text("{")
     assert FolderOwner(tmp_path).claim() == "an unknown process"
     os.utime(tmp_path / "owner.json", (0, 0))
@@ -73,7 +73,7 @@ def test_a_damaged_owner_counts_as_old_as_it_is(tmp_path: Path):
     owner.release()
 
 
-def test_a_heartbeat_goes_on_until_it_is_closed(tmp_path: Path):
+def test_heartbeat_continues_until_closed(tmp_path: Path):
     numbers = iter(range(1_000_000))
     beating = HeartbeatFile(tmp_path / "in" / "beat.json", lambda: {"n": next(numbers)}, seconds=0.001)
     deadline = time.monotonic() + 60
@@ -83,7 +83,7 @@ def test_a_heartbeat_goes_on_until_it_is_closed(tmp_path: Path):
     assert not list((tmp_path / "in").glob("*.json"))
 
 
-def test_a_folder_that_vanishes_is_not_made_anew(tmp_path: Path):
+def test_vanished_folder_is_not_made_again(tmp_path: Path):
     (tmp_path / "run").mkdir()
     beating = HeartbeatFile(tmp_path / "run" / "in" / "beat.json", dict, seconds=0.001)
     (tmp_path / "run").rename(tmp_path / "gone")

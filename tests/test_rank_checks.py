@@ -64,7 +64,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         ("switch", "HYBRID_REFERENCE is not set on rank 0 .* but 'loss' on rank 1"),
     ],
 )
-def test_what_differs_is_refused_on_all_ranks(outcomes: dict[str, list[Outcome]], name: str, words: str):
+def test_differing_runs_are_refused_on_all_ranks(outcomes: dict[str, list[Outcome]], name: str, words: str):
     for outcome in outcomes[name]:
         assert outcome.code == 2, outcome.text
         errors = [line for line in outcome.text.splitlines() if "error: " in line]
@@ -73,11 +73,11 @@ def test_what_differs_is_refused_on_all_ranks(outcomes: dict[str, list[Outcome]]
     assert "plan" not in outcomes[name][0].text
 
 
-def test_places_may_differ(outcomes: dict[str, list[Outcome]]):
+def test_paths_may_differ(outcomes: dict[str, list[Outcome]]):
     assert [outcome.code for outcome in outcomes["places"]] == [0, 0], outcomes["places"]
 
 
-def test_a_norm_that_one_rank_finds_bad_ends_all(outcomes: dict[str, list[Outcome]]):
+def test_bad_norm_on_one_rank_ends_all(outcomes: dict[str, list[Outcome]]):
     """Within a step, and not after the time-out of the others."""
     main, other = outcomes["bad_norm"]
     assert "step 6: all losses are finite but the gradient norm is inf on rank 1 alone" in main.text
@@ -93,7 +93,7 @@ def test_a_norm_that_one_rank_finds_bad_ends_all(outcomes: dict[str, list[Outcom
         ("before a save", 8, "average, first in embedding.word_embedding.weight"),
     ],
 )
-def test_a_flipped_bit_ends_the_run(outcomes: dict[str, list[Outcome]], name: str, step: int, words: str):
+def test_flipped_bit_ends_the_run(outcomes: dict[str, list[Outcome]], name: str, step: int, words: str):
     main, other = outcomes[name]
     assert f"error: step {step}: ranks 0-1 (" in main.text
     assert f"differ in {words}" in main.text
@@ -103,7 +103,7 @@ def test_a_flipped_bit_ends_the_run(outcomes: dict[str, list[Outcome]], name: st
     assert (main.code, other.code) == (HARDWARE.code, 1)
 
 
-def test_the_rank_that_most_others_contradict_is_named():
+def test_rank_in_the_minority_is_named():
     @dataclass(frozen=True)
     class ThreeRanks(World):
         def all_gather_objects(self, value, what):
@@ -117,6 +117,6 @@ def test_the_rank_that_most_others_contradict_is_named():
         check.verify(ThreeRanks(0, 3, torch.device("cpu"), Environment("none")))
 
 
-def test_flags_that_name_places_are_not_compared():
+def test_path_flags_are_not_compared():
     places = {name for name in FIELDS if name.endswith(("_path", "_dir", "_file", "_data", "_filename", "_weights"))}
     assert places <= rank_checks._PATHS

@@ -72,7 +72,7 @@ def test_one_job_on_two_nodes_with_one_gpu_each_task(cluster: Cluster, tmp_path)
 
 
 @pytest.mark.slurm
-def test_array_and_a_job_that_is_left_for_the_next_test(cluster: Cluster):
+def test_array_and_a_job_left_for_the_next_test(cluster: Cluster):
     """The worst of an array counts; the pids of a running step are those of its tasks; drain() leaves nothing."""
     array = cluster.sbatch("#!/bin/bash\necho task $SLURM_ARRAY_TASK_ID; exit $SLURM_ARRAY_TASK_ID", options=["-a0-1"])
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
@@ -96,7 +96,7 @@ def test_array_and_a_job_that_is_left_for_the_next_test(cluster: Cluster):
 
 
 @pytest.mark.slurm
-def test_a_node_is_killed_and_started_and_declared_down(cluster: Cluster):
+def test_node_is_killed_started_and_declared_down(cluster: Cluster):
     """A killed slurmd leaves its tasks alive, and comes back; a node that is declared DOWN has its job requeued."""
     job_id = cluster.sbatch("#!/bin/bash\nsrun bash -c 'echo up; sleep 99'")
     cluster.wait_until_output(job_id, "up")

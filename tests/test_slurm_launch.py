@@ -36,7 +36,7 @@ def states(text: str) -> dict[str, str]:
     return {line.split()[0]: line for line in table if line and line[0].isdigit()}
 
 
-def test_a_sweep_says_which_run_failed_and_why(cluster, monkeypatch):
+def test_sweep_reports_the_failed_run_and_its_reason(cluster, monkeypatch):
     """One array of four: one run ends, one is cancelled while it trains, and two meet a loss that is not finite."""
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     inputs = make_inputs(cluster.folder / "inputs")
@@ -92,7 +92,7 @@ def test_four_ranks_on_one_node_followed_to_the_end(cluster, monkeypatch, refere
     check_same(reference.run, runs / "four")
 
 
-def test_a_requeued_job_on_two_nodes_is_the_run_of_one_process(cluster, monkeypatch, reference: Reference):
+def test_requeued_job_on_two_nodes_is_the_run_of_one_process(cluster, monkeypatch, reference: Reference):
     """Its checkout is edited while it waits in the queue, and it is signalled on its way: neither changes anything."""
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     checkout = cluster.folder / "checkout"

@@ -6,7 +6,7 @@ from helpers.tiny_corpora import ROOT, contents, make_corpus, make_tokenizer, to
 
 
 @pytest.mark.slurm
-def test_an_array_makes_the_shards_of_one_process(cluster: Cluster, tmp_path):
+def test_array_makes_the_shards_of_one_process(cluster: Cluster, tmp_path):
     """Three tasks whose numbers neither begin at 0 nor follow each other, submitted from a folder with a space in its
     name, which the paths are relative to; then the same array again."""
     folder = tmp_path / "my corpora"

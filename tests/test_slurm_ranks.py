@@ -21,9 +21,9 @@ pytestmark = pytest.mark.slurm
 
 def submit_layout(jobs: Jobs, name: str, *options: str, **flag) -> tuple[str, Path]:
     """The job, and the folder in which each of its ranks leaves what it found."""
-    place = jobs.runs.parent / f"layout_{name}"
-    place.mkdir()
-    return jobs.submit(name, *options, env={"TEST_LAYOUT": str(place)}, **flag), place
+    folder = jobs.runs.parent / f"layout_{name}"
+    folder.mkdir()
+    return jobs.submit(name, *options, env={"TEST_LAYOUT": str(folder)}, **flag), folder
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,13 @@ def own_gpu(cluster, jobs) -> tuple[str, Path]:
     return submitted
 
 
-def test_layouts_and_two_jobs_on_one_node(jobs, own_gpu):
+def test_rank_layouts_and_two_jobs_on_one_node(jobs, own_gpu):
     options = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "-wnode3,node4")
     layouts = {"own_gpu": own_gpu, "all_gpus": submit_layout(jobs, "all_gpus", *options)}
     ports = set()
-    for name, (job_id, place) in layouts.items():
+    for name, (job_id, folder) in layouts.items():
         jobs.check(name, job_id, launches=1)
-        ranks = [json.loads((place / f"{rank}.json").read_text()) for rank in range(4)]
+        ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
         assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3]
         assert {rank["world_size"] for rank in ranks} == {4}
         assert {(rank["master_addr"], rank["job_id"]) for rank in ranks} == {("node3", job_id)}

@@ -72,16 +72,16 @@ def test_preempted_signalled_and_requeued_by_hand(jobs, background, cluster):
     assert set(cluster.job(broken)["ExcNodeList"].split(",")) == {"node1", "node4", was_on}
 
 
-def test_a_node_goes_down(jobs, background, cluster):
+def test_node_goes_down(jobs, background, cluster):
     job_id = jobs.submit("down", "--nodes=2", "--ntasks-per-node=1", env={"TEST_STEP_SECONDS": "0.4"}, save_every=4)
     jobs.wait_for_step(job_id, "down", 6)
     before = cluster.hosts(job_id)
-    doomed = next(host for host in before if host != "node2")  # where the background jobs are
-    cluster.down(doomed)
+    downed = next(host for host in before if host != "node2")  # where the background jobs are
+    cluster.down(downed)
     jobs.check("down", job_id, launches=2)
     after = cluster.hosts(job_id)
     assert len(after) == 2
-    assert doomed not in after
+    assert downed not in after
 
 
 def test_time_limits(jobs, background, cluster):
@@ -105,7 +105,7 @@ def test_crash_loop_ends_by_itself(jobs, background, cluster):
     assert read_status(jobs.runs / "crash_loop").state == "failed"
 
 
-def test_a_node_falls_silent(jobs, background, cluster):
+def test_node_falls_silent(jobs, background, cluster):
     """slurmd is killed and its ranks go on: the restart waits until they have noticed, and nothing is done twice."""
     job_id = background["silent_node"]
     jobs.check("silent_node", job_id, launches=2)

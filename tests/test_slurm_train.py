@@ -81,7 +81,7 @@ def test_full_disk_at_a_save(jobs, cluster, small_disk):
     assert [path.name for path in (run_folder / "checkpoints").iterdir()] == ["step_00000005"]
 
 
-def test_doctor_comes_first(jobs, cluster):
+def test_doctor_runs_before_training(jobs, cluster):
     job_id = jobs.submit("ill", "--ntasks=2", "-wnode3", script=("--doctor",), tokenizer_path=ROOT / "README.md")
     cluster.wait(job_id, "FAILED")
     output = cluster.output(job_id)

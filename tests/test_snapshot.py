@@ -32,7 +32,7 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_a_snapshot_holds_the_code_and_the_sites_file(tmp_path):
+def test_snapshot_holds_code_and_site_file(tmp_path):
     checkout = make_checkout(tmp_path / "checkout")
     wanted = {"train.py", "pack/mod.py", "configs/tiny.json", "slurm/site.env"}
     assert {str(path) for path in code_files(checkout, [checkout / "own_runs"])} == wanted
@@ -50,7 +50,7 @@ def test_a_snapshot_holds_the_code_and_the_sites_file(tmp_path):
     assert "+changed" in (tmp_path / "job" / "code.diff").read_text()
 
 
-def test_a_folder_full_of_data_is_no_code(tmp_path, monkeypatch):
+def test_checkout_full_of_data_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("slurm.snapshot._MOST_FILES", 2)
     with pytest.raises(SnapshotError, match="--no-snapshot"):
         take_snapshot(make_checkout(tmp_path / "checkout"), tmp_path / "code")

@@ -26,7 +26,7 @@ def holds_list(flag: str) -> bool:
 # Sweeps
 
 
-def test_a_sweep_is_the_product_of_its_values():
+def test_sweep_is_the_product_of_its_values():
     axes = [parse_axis("learning_rate=1e-2,5e-3", holds_list), parse_axis("--seed=1,2,3", holds_list)]
     found = combinations(axes)
     assert [values for values, _ in found[:4]] == [
@@ -48,7 +48,7 @@ def test_a_sweep_is_the_product_of_its_values():
         ("wandb_project=a b,c:d", ("a b", "c:d"), ("a_b", "c_d")),
     ],
 )
-def test_values_and_what_names_make_of_them(text, values, labels):
+def test_sweep_values_and_run_names(text, values, labels):
     axis = parse_axis(text, holds_list)
     assert (axis.values, axis.labels) == (values, labels)
 
@@ -67,7 +67,7 @@ def test_bad_sweeps_are_refused(text, message):
         parse_axis(text, holds_list)
 
 
-def test_a_flag_is_swept_once():
+def test_flag_is_swept_once():
     with pytest.raises(SweepError, match="given twice"):
         combinations([make_axis("seed", ["1"]), make_axis("seed", ["2"])])
 
@@ -76,11 +76,11 @@ def test_a_flag_is_swept_once():
     ("text", "minutes"),
     [("90", 90), ("4:00", 4), ("4:01", 5), ("4:00:00", 240), ("1-2", 1560), ("1-2:30", 1590), ("2-00:00:01", 2881)],
 )
-def test_times_are_read_as_slurm_reads_them(text, minutes):
+def test_time_limits_as_sbatch_reads_them(text, minutes):
     assert parse_minutes(text) == minutes
 
 
-def test_no_time_limit_and_no_time():
+def test_unlimited_and_invalid_time_limits():
     assert parse_minutes("UNLIMITED") == 0
     for text in ("4h", "1-", "1:2:3:4", "", "-5"):
         with pytest.raises(LaunchError, match="none of SLURM's forms"):
@@ -94,7 +94,7 @@ def test_tables_leave_out_empty_columns():
 # Runs
 
 
-def test_paths_mean_what_they_meant_where_the_launcher_was_called(tmp_path):
+def test_relative_paths_are_those_of_the_submitting_folder(tmp_path):
     (task,) = plan_tasks([*NEEDED, "--resume=../old", "--valid_path=/abs/v"], [], tmp_path)
     assert f"--train_path={tmp_path}/shards/*.shard" in task.arguments
     assert f"--config_file={tmp_path}/model.json" in task.arguments
@@ -106,7 +106,7 @@ def test_paths_mean_what_they_meant_where_the_launcher_was_called(tmp_path):
     assert not any(argument.startswith("--checkpoint_filename") for argument in task.arguments)
 
 
-def test_arguments_give_the_same_configuration_again(tmp_path, monkeypatch):
+def test_arguments_reproduce_the_configuration(tmp_path, monkeypatch):
     """Also what came from a recipe, which may change while the job waits."""
     monkeypatch.chdir(tmp_path)
     recipe = {"length_milestones": [], "compile": False, "mixed_precision": True, "document_end": False, "seed": 7}
@@ -119,7 +119,7 @@ def test_arguments_give_the_same_configuration_again(tmp_path, monkeypatch):
     assert (config.length_milestones, config.compile, config.save_steps) == ((), False, (10, 20))
 
 
-def test_runs_of_a_sweep_have_names_and_values_of_their_own(tmp_path):
+def test_sweep_runs_have_their_own_names_and_values(tmp_path):
     axes = [make_axis("length_milestones", ["0.5,0.8", ""]), make_axis("document_end", ["true", "false"])]
     tasks = plan_tasks(NEEDED, axes, tmp_path)
     assert [task.index for task in tasks] == [0, 1, 2, 3]
@@ -153,7 +153,7 @@ def test_runs_of_a_sweep_have_names_and_values_of_their_own(tmp_path):
         (["--", *NEEDED, f"--name={'n' * 250}"], "too long for a folder"),
     ],
 )
-def test_a_mistake_is_one_sentence_before_anything_is_submitted(arguments, message, tmp_path, monkeypatch, capsys):
+def test_mistakes_are_refused_before_submission(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     try:
         code = main(arguments)
@@ -167,7 +167,7 @@ def test_a_mistake_is_one_sentence_before_anything_is_submitted(arguments, messa
     assert not list(tmp_path.iterdir())
 
 
-def test_without_submitit_or_slurm(tmp_path, monkeypatch, capsys):
+def test_submission_without_submitit_or_slurm(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["--", *NEEDED]) == 2

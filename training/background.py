@@ -1,4 +1,4 @@
-"""A place outside training that takes records, such as wandb: on a thread of its own, and dropped when it fails.
+"""Background thread for a sink of metrics, such as wandb, which is dropped when it fails.
 
 Whatever happens there (an error, a dead process, a server that does not answer) must not end, delay or change a run.
 """
@@ -21,7 +21,7 @@ _dropped: list[str] = []  # names of those that were, in this process
 class Background:
     """Calls of `start`'s result, one after the other, which nobody waits for until `close`.
 
-    The first one that fails, or a queue that has become too long, is told by `say` and ends it all.
+    The first one that fails, or a queue that has become too long, is reported by `say` and drops the sink.
     """
 
     def __init__(self, name: str, start: Callable[[], Any], say: Callable[[str], object]):
@@ -53,9 +53,9 @@ class Background:
 
     def _work(self, start: Callable[[], Any]) -> None:
         try:
-            place = start()
+            sink = start()
             while (call := self._calls.get()) is not None and not self._dropped:
-                call(place)
+                call(sink)
         except BaseException as error:  # SystemExit included, which wandb has been seen to raise
             self._drop(f"failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
 
@@ -63,7 +63,7 @@ class Background:
         if not self._dropped:
             self._dropped = True
             _dropped.append(self._name)
-            self._say(f"note: {self._name} {why}; the run goes on without it, and metrics.jsonl has everything")
+            self._say(f"note: {self._name} {why}; the run continues without it, and metrics.jsonl has everything")
 
 
 def leave(code: int) -> NoReturn:

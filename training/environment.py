@@ -23,7 +23,7 @@ class EnvironmentProblem(ValueError):
 
 @dataclass(frozen=True)
 class Environment:
-    """This process's place in a distributed job.
+    """This process's rank in a distributed job.
 
     launcher: "slurm", "torchrun" or "none" (one process). rank: 0 .. world_size-1. local_rank: number of the process
     on its node, of local_world_size there. node_rank: number of the node, of `nodes`. gpus_on_node: what SLURM gave the
@@ -120,7 +120,7 @@ def _gpus_on_node(variables: Mapping[str, str]) -> int | None:
 
 
 def _job(variables: Mapping[str, str]) -> dict[str, Any]:
-    """What SLURM says about the job this process is in; nothing outside jobs."""
+    """Fields of the job that this process is in; none outside jobs."""
     job_id = variables.get("SLURM_JOB_ID")
     if job_id is None:
         return {}

@@ -56,7 +56,7 @@ def signal_code(name: str) -> int:
 
 
 def kind_of_code(code: int) -> Kind:
-    """The kind of failure that the exit code of a rank, or of srun, stands for where no rank has left word.
+    """The kind of failure that the exit code of a rank, or of srun, stands for where no rank has recorded an error.
 
     Above 128 a signal killed it: the kernel for want of memory, a driver, a broken file system.
     """

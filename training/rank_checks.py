@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _PARTS = ("weights", "average", "moments")
 _ROOT = Path(__file__).resolve().parent.parent
-# What a training run imports.
+# Sources that a training run imports.
 _CODE = ("train_*.py", "model*.py", "data/*.py", "ops/*.py", "ops/cuda/*", "training/*.py", "evaluation/*.py")
 # Flags and variables that are paths, which may differ from host to host: what is read there is compared instead.
 # Only rank 0 looks for a checkpoint and writes the run folder, and all ranks start from its weights.

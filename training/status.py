@@ -22,7 +22,7 @@ from training.environment import Environment
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 REQUEUED = "requeued"  # SLURM was asked to start the job again, and agreed
-REQUEUE_WANTED = "requeue_wanted"  # the rank could not ask (no scontrol in its container): the batch script does
+REQUEUE_WANTED = "requeue_wanted"  # the batch script does it: no scontrol in the container
 
 _FOLDER = re.compile(r"step_(\d{8,})")
 ABANDONED = "abandoned_"  # before the name of a checkpoint that is the run's no more
@@ -109,7 +109,7 @@ def record_failure(
     kind: str = "bug",
     host_at_fault: str = "",
 ) -> None:
-    """Leave this rank's error for whoever asks why the run ended; a folder that cannot be written is no new error."""
+    """Record this rank's error; a folder that cannot be written is no new error."""
     host, now = socket.gethostname(), time.time()
     failure = Failure(environment.rank, host, now, error, secondary, kind, host_at_fault)
     path = _failure_file(folder, environment)
@@ -146,7 +146,7 @@ def _failures(folder: Path, pattern: str) -> list[Failure]:
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
-    """What attempts.jsonl holds, without damaged lines."""
+    """The lines of attempts.jsonl, without damaged ones."""
     try:
         return [content for _line, content in json_lines(folder / "attempts.jsonl") if content is not None]
     except OSError:

@@ -1,4 +1,4 @@
-"""Several ranks on this machine, each with its own arguments, variables and faults; a helper and the ranks' program.
+"""Ranks on this machine, each with its own arguments, variables and faults: a helper and the ranks' program.
 
 Runs follow one another in the same processes: importing torch takes longer than a short run.
 """
@@ -54,12 +54,12 @@ def free_port() -> int:
 
 def start_ranks(runs: Sequence[Run], world_size: int = 2) -> list[subprocess.Popen[str]]:
     """The processes of all ranks, which take one run after the other."""
-    told = json.dumps([{**asdict(run), "port": free_port()} for run in runs])
+    encoded = json.dumps([{**asdict(run), "port": free_port()} for run in runs])
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "TORCHELASTIC"))}
     common = {**kept, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
-            [sys.executable, __file__, told],
+            [sys.executable, __file__, encoded],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
             stdout=subprocess.PIPE,
             text=True,
@@ -69,7 +69,7 @@ def start_ranks(runs: Sequence[Run], world_size: int = 2) -> list[subprocess.Pop
 
 
 def run_ranks(runs: Sequence[Run], world_size: int = 2) -> list[list[Outcome]]:
-    """What became of every run, by rank."""
+    """Outcomes of every run, by rank."""
     processes = start_ranks(runs, world_size)
     try:
         lines = [process.communicate(timeout=300)[0].splitlines() for process in processes]
@@ -81,13 +81,13 @@ def run_ranks(runs: Sequence[Run], world_size: int = 2) -> list[list[Outcome]]:
 
 
 def fault(function: Callable[[int], Iterator[None]]) -> None:
-    """Registers what goes wrong around a run on a rank."""
+    """Registers a fault: a context manager around a run on a rank."""
     FAULTS[function.__name__] = contextlib.contextmanager(function)
 
 
 @fault
 def bad_norm(rank: int) -> Iterator[None]:
-    """Rank 1 alone finds an infinite gradient at step 6, after the sum over ranks."""
+    """Rank 1 alone finds an infinite gradient at step 6, after the all_reduce."""
     import train_single_gpu
 
     train_step = train_single_gpu.train_step
@@ -157,8 +157,8 @@ def main() -> None:
     from training.distributed import start_world
 
     rank, errors._LAUNCHER_SECONDS = int(os.environ["RANK"]), 0.0  # there is no launcher
-    for told in json.loads(sys.argv[1]):
-        run, text = Run(**told), io.StringIO()
+    for fields in json.loads(sys.argv[1]):
+        run, text = Run(**fields), io.StringIO()
         arguments = [*run.arguments, *(run.rank_1 if rank == 1 else ())]
         variables = {"MASTER_PORT": str(run.port), **(run.variables if rank == 1 else {})}
         broken = FAULTS[run.fault](rank) if run.fault else contextlib.nullcontext()

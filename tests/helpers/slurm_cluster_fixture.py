@@ -1,4 +1,4 @@
-"""A real SLURM for tests: `Cluster` submits jobs, waits for them, reads their output, and breaks and mends nodes.
+"""A real SLURM for tests: `Cluster` submits jobs, waits for them, reads their output, and breaks and repairs nodes.
 
 The fixture `cluster` (conftest.py) gives the session's only one: node1 to node4 with pretended CPUs and GPUs.
 slurm_cluster.sh starts it; the configuration there says which partitions there are and how long SLURM waits for what.
@@ -80,7 +80,7 @@ def parse_jobs(text: str) -> list[Job]:
 
 
 def _severity(job: Job) -> int:
-    """Jobs that go on are worse than those that ended, completed ones best."""
+    """Jobs that still run are worse than those that ended, completed ones best."""
     return TERMINAL.index(job["JobState"]) if job["JobState"] in TERMINAL else len(TERMINAL)
 
 
@@ -106,7 +106,7 @@ class Cluster:
         self.small_disk = prefix / "small_disk"  # a file system of SMALL_DISK_BYTES, to be filled
         self.kept: set[str] = set()  # jobs that outlive the test that submitted them: drain() leaves them alone
         self._killed: set[str] = set()
-        # What the surroundings say about jobs, ranks and GPUs must not reach these jobs.
+        # Variables of other jobs, ranks and GPUs must not reach these jobs.
         foreign = re.compile(r"SLURM|SBATCH|SRUN|MASTER_(ADDR|PORT)$|(LOCAL_)?RANK$|WORLD_SIZE$|CUDA_VISIBLE_DEVICES$")
         self.environment = {name: value for name, value in os.environ.items() if not foreign.match(name)}
         self.environment["SLURM_CONF"] = str(prefix / "etc" / "slurm.conf")
@@ -318,7 +318,7 @@ class Cluster:
     def kill_node(self, node: int | str, tasks: bool = False) -> None:
         """Kill a node's slurmd, and with `tasks` everything on it; SLURM notices after 20 to 30 s.
 
-        Without `tasks` the ranks on it go on, as on a node that lost its network.
+        Without `tasks` the ranks on it continue, as on a node that lost its network.
         """
         name = _node_name(node)
         self._killed.add(name)
@@ -341,7 +341,7 @@ class Cluster:
         self.scontrol("update", f"NodeName={_node_name(node)}", "State=RESUME")
 
     def drain(self, timeout: float = 120) -> None:
-        """Cancel and kill every job but the kept ones, mend every node, and wait until nothing else runs."""
+        """Cancel and kill every job but the kept ones, repair every node, and wait until nothing else runs."""
 
         def queued() -> set[str]:
             return set(self.command("squeue", "--noheader", "--format=%A").stdout.split()) - self.kept
@@ -365,7 +365,7 @@ class Cluster:
                 if state.startswith(("down", "drain")) and name not in self._killed:
                     self.command("scontrol", "update", f"NodeName={name}", "State=RESUME", check=False)
             usable = {"idle", "mixed", "allocated"} if self.kept else {"idle"}
-            mended = {state for name, state in states.items() if name not in self._killed}
-            return mended <= usable and not queued()
+            repaired = {state for name, state in states.items() if name not in self._killed}
+            return repaired <= usable and not queued()
 
         self.wait_for(idle, timeout, "all nodes idle")

@@ -28,7 +28,7 @@ class Jobs:
         """Job id of train.sbatch with sbatch's `options`, its own `script` options, variables and further flags."""
         settings = {**COMMON, "time_limit_margin": 10, "wandb_mode": "offline", **flag}
         arguments = flags(self.reference.inputs, flag.get("output_dir", self.runs), name, **settings)
-        variables = {"PYTHON": ROOT / "tests" / "slurm_python.py", "OMP_NUM_THREADS": "1", **(env or {})}
+        variables = {"PYTHON": ROOT / "tests" / "helpers" / "slurm_python.py", "OMP_NUM_THREADS": "1", **(env or {})}
         variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         job_options = ["--cpus-per-task=1", "--time=10", *options]
         return self.cluster.sbatch(SCRIPT, *script, *arguments, options=job_options, env=variables)
@@ -63,5 +63,5 @@ class Jobs:
         return output
 
     def launches(self, name: str) -> list[dict]:
-        """What config.json says about each start."""
+        """The launches in config.json, one for each start."""
         return json.loads((self.runs / name / "config.json").read_text())["launches"]

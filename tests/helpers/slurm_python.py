@@ -2,8 +2,8 @@
 """Python for jobs of tests (PYTHON=...): runs a script like python itself, slowly, and breaks it where a test says so.
 
 TEST_STEP_SECONDS: pause in each training step. TEST_RAISE, TEST_KILL: RANK:STEP at which that rank raises an error or
-kills itself. TEST_DEVICE: the same for an error of its GPU, at the job's first start only. TEST_LAYOUT: a folder in
-which each rank leaves its environment. Other scripts run as they are.
+kills itself. TEST_DEVICE: the same for an error of its GPU, at the job's first start only. TEST_LAYOUT: a folder to
+which each rank writes its environment. Other scripts run as they are.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ def sabotage() -> None:
 
     environment, pause = read_environment(os.environ), float(os.environ.get("TEST_STEP_SECONDS", "0"))
     if "TEST_LAYOUT" in os.environ:
-        facts = {**dataclasses.asdict(environment), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
-        (Path(os.environ["TEST_LAYOUT"]) / f"{environment.rank}.json").write_text(json.dumps(facts))
+        layout = {**dataclasses.asdict(environment), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
+        (Path(os.environ["TEST_LAYOUT"]) / f"{environment.rank}.json").write_text(json.dumps(layout))
     train_step = train_single_gpu.train_step
 
     def step(state, *arguments):

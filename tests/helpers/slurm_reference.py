@@ -23,20 +23,20 @@ class Reference:
 
     @cached_property
     def inputs(self) -> Path:
-        """What make_inputs makes."""
+        """The folder of make_inputs."""
         return self._once("inputs", make_inputs)
 
     @cached_property
     def run(self) -> Path:
         """The folder of the run of one process."""
-        return self._once("alone", lambda place: run(flags(self.inputs, place.parent, place.name, **COMMON)))
+        return self._once("alone", lambda path: run(flags(self.inputs, path.parent, path.name, **COMMON)))
 
     def _once(self, name: str, make: Callable[[Path], object]) -> Path:
-        place, done = self.folder / name, self.folder / f"{name}.done"
+        path, done = self.folder / name, self.folder / f"{name}.done"
         with (self.folder / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
-                shutil.rmtree(place, ignore_errors=True)  # of a worker that failed
-                make(place)
+                shutil.rmtree(path, ignore_errors=True)  # of a worker that failed
+                make(path)
                 done.touch()
-        return place
+        return path
