@@ -20,6 +20,7 @@ import mmap
 import os
 import shutil
 import struct
+import tempfile
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -34,7 +35,7 @@ from data.atomic_io import PARTIAL_SUFFIX, sync_folder, write_atomically
 
 SHARD_SUFFIX = ".shard"
 MANIFEST_NAME = "manifest.json"
-JOURNAL_NAME = "journal.json"  # of work under way: beside the shards, or above train/ and validation/
+JOURNAL_NAME = "journal.json"  # only while work is under way: beside the shards, or above train/ and validation/
 MANIFEST_FORMAT = "token-shards"
 FORMAT_VERSION = 1
 
@@ -254,40 +255,28 @@ class ShardFile:
 
 
 class ShardWriter:
-    """Writes one shard piece by piece, in memory independent of its size, and can go on after the process died.
+    """Writes one shard piece by piece, in memory independent of its size.
 
-    Tokens go to PATH.partial and document ends to PATH.offsets.partial; `finish` joins them under a header and renames.
-    With `documents` and `tokens` given, it opens what an earlier writer left, cut back to these counts.
+    Tokens go to PATH.partial and the ends of documents to a file without a name; `finish` appends these, writes the
+    header and renames.
     """
 
-    def __init__(
-        self, path: str | Path, tokenizer_hash: str, vocab_size: int, documents: int | None = None, tokens: int = 0
-    ) -> None:
+    def __init__(self, path: str | Path, tokenizer_hash: str, vocab_size: int) -> None:
         self.path = Path(path)
-        self.num_documents = documents or 0
-        self.num_tokens = tokens
+        self.num_documents = self.num_tokens = 0
         self._dtype = token_dtype(vocab_size)
         self._vocab_size = vocab_size
         self._digest = bytes.fromhex(tokenizer_hash)
         if len(self._digest) != 32:
             raise ShardError(f"'{tokenizer_hash}' is not a tokenizer hash; use data.shards.tokenizer_hash(path)")
         self._partial = self.path.with_name(self.path.name + PARTIAL_SUFFIX)
-        self._offsets_partial = self.path.with_name(self.path.name + ".offsets" + PARTIAL_SUFFIX)
-        mode = "w+b" if documents is None else "r+b"
-        self._tokens_file = open(self._partial, mode, buffering=_BLOCK_BYTES)  # noqa: SIM115 (closed by finish or close)
-        self._offsets_file = open(self._offsets_partial, mode, buffering=_BLOCK_BYTES)  # noqa: SIM115
-        try:
-            if documents is None:
-                self._tokens_file.write(bytes(_HEADER_BYTES))
-            else:
-                _cut(self._tokens_file, _HEADER_BYTES + tokens * self._dtype.itemsize)
-                _cut(self._offsets_file, 8 * documents)
-        except BaseException:
-            self.close()
-            raise
+        self._tokens_file = open(self._partial, "wb", buffering=_BLOCK_BYTES)  # noqa: SIM115 (closed by finish or discard)
+        self._offsets_file = tempfile.TemporaryFile(dir=self.path.parent, buffering=_BLOCK_BYTES)  # noqa: SIM115
+        self._tokens_file.write(bytes(_HEADER_BYTES))
 
-    def append(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray | None = None) -> None:
-        """Adds token ids [N]: whole documents of the given `lengths` (summing to N), or part of one that goes on."""
+    def append(self, tokens: np.ndarray, ends: Sequence[int] | np.ndarray) -> None:
+        """Adds token ids [N]. ends: where in them documents end, ascending; what lies behind the last end is the
+        beginning of a document that goes on with the next tokens."""
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             found = f"{tokens.dtype} of shape {tokens.shape}"
@@ -295,42 +284,21 @@ class ShardWriter:
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
             wrong = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
             raise ShardError(f"{self.path}: token id {wrong} lies outside the vocabulary of {self._vocab_size} ids")
+        if len(ends) and int(ends[-1]) > tokens.size:
+            raise ShardError(f"{self.path}: a document ends behind the {tokens.size} tokens given")
         self._tokens_file.write(tokens.astype(self._dtype, copy=False).tobytes())
-        if lengths is not None:
-            ends = self.num_tokens + np.cumsum(lengths, dtype="<u8")
-            if len(ends) and int(ends[-1]) != self.num_tokens + tokens.size:
-                raise ShardError(f"{self.path}: document lengths do not add up to the {tokens.size} tokens given")
-            self._offsets_file.write(ends.tobytes())
-            self.num_documents += len(ends)
+        self._offsets_file.write((self.num_tokens + np.asarray(ends, "<u8")).tobytes())
+        self.num_documents += len(ends)
         self.num_tokens += tokens.size
 
-    def end_document(self) -> None:
-        """Closes the document whose tokens were appended without lengths."""
-        self._offsets_file.write(self.num_tokens.to_bytes(8, "little"))
-        self.num_documents += 1
-
-    def sync(self) -> None:
-        """Returns when everything appended so far is on the disk."""
-        for file in (self._tokens_file, self._offsets_file):
-            file.flush()
-            os.fsync(file.fileno())
-
-    def close(self) -> None:
-        """Leaves the unfinished files behind, for another writer to go on with what `sync` made durable."""
-        for file in (self._tokens_file, self._offsets_file):
-            with suppress(OSError):  # a full disk, reported where it was met first
-                file.close()
-
     def discard(self) -> None:
-        """Removes the unfinished files."""
-        self.close()
+        """Removes the unfinished file."""
+        self._close()
         self._partial.unlink(missing_ok=True)
-        self._offsets_partial.unlink(missing_ok=True)
 
     def finish(self, words: int = 0) -> ShardFile:
         """Completes the file under its final name, durably, and describes it."""
         try:
-            self._offsets_file.flush()
             self._offsets_file.seek(0)
             padding = _offsets_start(self.num_tokens, self._dtype) - self._tokens_file.tell()
             self._tokens_file.write(bytes(padding + 8))  # the first offset is 0
@@ -340,11 +308,15 @@ class ShardWriter:
             self._tokens_file.flush()
             os.fsync(self._tokens_file.fileno())
         finally:
-            self.close()
+            self._close()
         os.replace(self._partial, self.path)
         sync_folder(self.path.parent)
-        self._offsets_partial.unlink()
         return describe_shard(self.path, words)
+
+    def _close(self) -> None:
+        for file in (self._tokens_file, self._offsets_file):
+            with suppress(OSError):  # a full disk, reported where it was met first
+                file.close()
 
     def _header(self) -> bytes:
         name = self._dtype.name.encode()
@@ -384,13 +356,6 @@ def sha256_file(path: str | Path) -> str:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _cut(file: BinaryIO, size: int) -> None:
-    if file.seek(0, os.SEEK_END) < size:
-        raise ShardError(f"{file.name} is shorter than the journal says; start again with --overwrite")
-    file.truncate(size)
-    file.seek(size)
 
 
 # -------------------------------------------------------------------------------------------------------- manifest

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,15 +33,18 @@ from tqdm import tqdm
 
 from data.atomic_io import sync_folder, write_atomically
 from data.cli import Parser
-from data.shards import sha256_file, tokenizer_hash
+from data.shards import sha256_file, token_dtype, tokenizer_hash
 from preprocessing.cli import CommandError, counted, positive_int, run
-from preprocessing.resumable_output import FolderPlan, ShardFolder, described_input
+from preprocessing.inputs import InputFile
+from preprocessing.resumable_output import FolderPlan, OutputFolder
+from preprocessing.slices import EncodedChunk
 from preprocessing.tokenizer import load_tokenizer, special_ids, vocabulary_size
 
 if TYPE_CHECKING:
     import torch
 
 _BATCH = 1000  # documents
+_SAVE_SECONDS = 10.0
 _ENDS = (1, 2, 3)  # <s>, </s>, <pad>
 _PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
 _WORDS, _TIED = "embedding.word_embedding.weight", "classifier.nonlinearity.5.weight"
@@ -84,71 +87,62 @@ def import_data(
     for path in inputs:
         if not path.is_file():
             raise CommandError(f"--input {path} does not exist or is no file")
-    script = {"script": "preprocessing/import_gpt_bert.py", "shard_size": shard_size}
-    described = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in inputs]
-    manifest_inputs = [described_input(path.name, *facts) for path, (_, *facts) in zip(inputs, described, strict=True)]
+    found = [(path, path.stat()) for path in inputs]
+    files = [InputFile(path, path.name, "gpt-bert", "", stat.st_size, stat.st_mtime_ns) for path, stat in found]
     plan = FolderPlan(
         folder=output,
+        files=tuple(files),
         tokenizer_path=tokenizer_path,
         tokenizer_hash=digest,
         vocab_size=vocabulary_size(tokenizer),
         shard_size=shard_size,
-        splits=("",),
-        inputs=tuple(inputs),
-        skip_bad_lines=False,
-        identity={**script, "tokenizer": digest, "inputs": described},
-        made_by={**script, "inputs": manifest_inputs},
+        options={"script": "preprocessing/import_gpt_bert.py", "shard_size": shard_size},
     )
-    folder = ShardFolder(plan)
-    try:
-        if not folder.open(overwrite):
+    folder = OutputFolder(plan)
+    with folder.making(0, _SAVE_SECONDS, overwrite) as slices:
+        if slices is None:
             return None
-        first = folder.position.get("file", 0)
-        for number in range(first, len(inputs)):
-            start = folder.position.get("document", 0) if number == first else 0
-            _import_file(folder, number, inputs[number], start, tokenizer, progress)
-        if not folder.writers[0].total("documents"):
-            folder.clear()
-            raise CommandError(f"--input holds no tokens in {counted(len(inputs), 'file')}; check --input")
-        folder.complete()
-        totals = {key: folder.writers[0].total(key) for key in ("documents", "words", "tokens")}
-        return {**totals, **folder.counts}
-    finally:
-        folder.close()
+        if not slices.progress.complete:
+            slices.write(_encoded(inputs, slices.progress.position, tokenizer, plan.vocab_size, progress))
+    totals = folder.assemble()
+    if totals is None:
+        return None
+    if not any(totals.shards):
+        raise CommandError(f"--input holds no tokens in {counted(len(inputs), 'file')}; check --input")
+    sums = {key: sum(getattr(shard, key) for shard in totals.shards[0]) for key in ("documents", "words", "tokens")}
+    return {**sums, **totals.counts}
 
 
-def _import_file(
-    folder: ShardFolder, number: int, path: Path, start: int, tokenizer: Tokenizer, progress: bool
-) -> None:
-    documents = load_published(path)
-    if not isinstance(documents, list):
-        raise CommandError(f"--input {path} holds a {type(documents).__name__}, not a list of documents (1-D tensors)")
+def _encoded(
+    inputs: Sequence[Path], position: Mapping[str, int], tokenizer: Tokenizer, vocab_size: int, progress: bool
+) -> Iterator[EncodedChunk]:
+    """Documents behind a position, without the ends of the published format."""
     specials = np.array(special_ids(tokenizer))
-    bar = tqdm(total=len(documents), initial=start, unit="document", desc=path.name, disable=not progress)
-    with bar:
-        for first in range(start, len(documents), _BATCH):
+    for number in range(position.get("file", 0), len(inputs)):
+        path, documents = inputs[number], load_published(inputs[number])
+        if not isinstance(documents, list):
+            raise CommandError(
+                f"--input {path} holds a {type(documents).__name__}, not a list of documents (1-D tensors)"
+            )
+        start = position.get("document", 0) if number == position.get("file", 0) else 0
+        for first in tqdm(range(start, len(documents), _BATCH), unit="batch", desc=path.name, disable=not progress):
             batch = documents[first : first + _BATCH]
-            ids = [_checked(path, first + index, ids, folder.plan.vocab_size) for index, ids in enumerate(batch)]
-            stripped = [_without_ends(document) for document in ids]
-            kept = [document for document in stripped if len(document)]
+            ids = [_checked(path, first + index, ids, vocab_size) for index, ids in enumerate(batch)]
+            kept = [inner for document in ids if len(inner := _without_ends(document))]
             tokens = np.concatenate(kept) if kept else np.empty(0, np.int64)
             texts = tokenizer.decode_batch([document.tolist() for document in kept], skip_special_tokens=True)
-            counts = {
-                "empty_documents": len(batch) - len(kept),
-                "stripped_tokens": sum(map(len, ids)) - len(tokens),
-                "special_tokens": int(np.isin(tokens, specials).sum()),
-            }
-            folder.add(
-                tokens,
-                np.array([len(document) for document in kept], np.int64),
-                np.array([len(text.split()) for text in texts], np.int64),
-                np.zeros(len(kept), bool),
-                {"file": number, "document": first + len(batch)},
-                counts,
+            yield EncodedChunk(
+                tokens=tokens.astype(token_dtype(vocab_size)),
+                lengths=np.array([len(document) for document in kept], np.int64),
+                words=np.array([len(text.split()) for text in texts], np.int64),
+                validation=np.zeros(len(kept), bool),
+                position={"file": number, "document": first + len(batch)},
+                counts={
+                    "empty_documents": len(batch) - len(kept),
+                    "stripped_tokens": sum(map(len, ids)) - len(tokens),
+                    "special_tokens": int(np.isin(tokens, specials).sum()),
+                },
             )
-            if folder.has_full_shards:
-                folder.save()
-            bar.update(len(batch))
 
 
 def _checked(path: Path, number: int, document: Any, vocab_size: int) -> np.ndarray:

@@ -1,9 +1,18 @@
-"""An output folder of shards that is either complete or can be continued.
+"""An output folder of shards, made by one process or by many such as the tasks of a SLURM job array, in two passes.
 
-While work goes on, `journal.json` says how far: the place in the input, and for each split the finished shards and how
-much of the unfinished ones belongs to that place. `save` first makes the data durable, then the journal; after a crash
-everything beyond the journal is cut off and made again, so the final bytes do not depend on crashes. The manifest,
-which declares a folder complete, comes last and takes the journal's place.
+Process I of N encodes its files into slices (see slices.py) and goes on behind the last slice when it is run again.
+Whoever completes the last part cuts all slices, in order, into shards: the same bytes for any N and after any
+interruption. While this goes on there is
+
+    OUTPUT/journal.json                    what is being made, and that it is unfinished
+    OUTPUT/.parts/lock                     held while that is compared, while complete parts are counted, and while
+                                           shards are made; byte I is "1" where part I is complete
+    OUTPUT/.parts/part_00003.lock          held while part 3 is made
+    OUTPUT/.parts/part_00003/slice_*.npz   what is encoded of part 3
+
+Manifests declare the folder complete; then journal.json and .parts go. The count lies inside the lock's file because a
+network file system may show other nodes a new file half a minute late, but shows them the content of a file that they
+have just locked: of processes that end at the same moment, exactly the last one sees a full count.
 """
 
 from __future__ import annotations
@@ -14,93 +23,202 @@ import hashlib
 import json
 import os
 import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data.atomic_io import sync_folder, write_atomically
-from data.shards import JOURNAL_NAME, MANIFEST_NAME, read_manifest, resolve_shards, write_manifest
-from preprocessing.cli import CommandError
-from preprocessing.split_writer import EMPTY_STATE, WORDS_NAME, SplitWriter
+from data.shards import (
+    FORMAT_VERSION,
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    ShardFile,
+    read_manifest,
+    resolve_shards,
+    write_manifest,
+)
+from preprocessing.cli import CommandError, counted
+from preprocessing.inputs import InputFile
+from preprocessing.readers import DOCUMENT_BYTES
+from preprocessing.slices import ShardCutter, SliceWriter, read_progress, read_slices
 
 TOKENIZER_NAME = "tokenizer.json"
-_OURS = re.compile(
-    rf"(shard_\d+\.shard(\.offsets)?|manifest\.json|journal\.json|tokenizer\.json|{WORDS_NAME})(\.partial)?"
-)
+PARTS_NAME = ".parts"
+_SLICES_VERSION = 1
+_OURS = re.compile(r"(shard_\d+\.shard(\.offsets)?|manifest\.json|journal\.json|tokenizer\.json)(\.partial)?")
 _SPLITS = ("train", "validation")
-_FLAGS = {"inputs": "--input", "tokenizer": "--tokenizer_path", "script": "the script", "format": "the format"}
+_FLAGS = {
+    "inputs": "--input",
+    "tokenizer": "--tokenizer_path",
+    "script": "the script",
+    "format": "the format",
+    "slices": "the version of this program",
+    "document_bytes": "the version of this program",
+}
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @dataclass(frozen=True)
 class FolderPlan:
     """What is to be made where.
 
-    identity: all that decides the content; an unfinished folder with another identity is not continued.
-    made_by: the part of it that does not depend on where the inputs lie; goes into the manifest.
+    options: all that decides the content beside files and tokenizer; goes into the manifest.
     splits: ("",) for shards in the folder itself, or ("train", "validation").
-    keep_words: whether each split also holds the words of each document, see SplitWriter.
-    start_again: how the user starts again from nothing; ends messages.
     """
 
     folder: Path
+    files: tuple[InputFile, ...]
     tokenizer_path: Path
     tokenizer_hash: str
     vocab_size: int
     shard_size: int
-    splits: tuple[str, ...]
-    inputs: tuple[Path, ...]
-    skip_bad_lines: bool
-    identity: dict[str, Any]
-    made_by: dict[str, Any]
-    keep_words: bool = False
-    start_again: str = "add --overwrite"
+    options: dict[str, Any]
+    splits: tuple[str, ...] = ("",)
+    skip_bad_lines: bool = False
+
+    @property
+    def made_by(self) -> dict[str, Any]:
+        """For the manifest: options and inputs, but not where the inputs lie."""
+        inputs = [{"name": file.name, "bytes": file.size, "modified": file.modified} for file in self.files]
+        return {**self.options, "inputs": inputs}
 
 
-class ShardFolder:
-    """The folder of a plan, under a lock. After `open`, `position` (empty at the start) and `counts` say where to go
-    on; then `add` or `add_part` inside `journal`, and `complete`."""
+@dataclass(frozen=True)
+class Totals:
+    """What a complete folder holds: the shards of each split, and counts such as of empty documents."""
 
-    def __init__(self, plan: FolderPlan) -> None:
+    shards: list[list[ShardFile]]
+    counts: dict[str, int]
+
+
+class OutputFolder:
+    """The folder of a plan. Slices are written inside `making`, then `record` counts the part as complete; when all
+    are, `assemble` makes the shards."""
+
+    def __init__(self, plan: FolderPlan, parts: int = 1) -> None:
         self.plan = plan
-        self.position: dict[str, Any] = {}
-        self.counts: dict[str, int] = {}
-        self.writers: list[SplitWriter] = []
-        self._identity = _digested(plan.identity)
-        self._tokenizer = plan.tokenizer_path.read_bytes()
-        self._consistent = True  # False while the writers are ahead of position and counts
-        self._part_split = 0
-        self._lock: int | None = None
+        self.parts = parts
+        self.can_lock = True
+        self._parts_folder = plan.folder / PARTS_NAME
+        inputs = [[str(file.path.resolve()), file.size, file.modified] for file in plan.files]
+        self._identity = {
+            "slices": _SLICES_VERSION,
+            "parts": parts,
+            **plan.options,
+            "format": FORMAT_VERSION,
+            "document_bytes": DOCUMENT_BYTES,
+            "tokenizer": plan.tokenizer_hash,
+            "inputs": hashlib.sha256(json.dumps(inputs).encode()).hexdigest(),  # there may be a million
+        }
 
-    def open(self, overwrite: bool = False) -> bool:
-        """Prepares a new folder, or restores an unfinished one; False if it is complete already, with the same content.
-        Raises CommandError if it holds something else."""
-        folder = self.plan.folder
-        self._refuse_file()
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(folder)
-        if overwrite:
-            _refuse_foreign_files(folder)
-        elif self.is_complete():
-            return False
-        elif (journal := self._read_journal()) is not None and journal["position"]:
-            self._start(journal)
-            return True
-        _clear(folder, self.plan.tokenizer_path)
-        self._start(None)
-        return True
+    @contextmanager
+    def making(self, part: int, seconds: float, overwrite: bool = False) -> Iterator[SliceWriter | None]:
+        """Holds a part, and gives what writes its slices; None if the folder is complete. seconds: see SliceWriter.
+        Raises CommandError if another process holds it, or if the folder holds something else than the plan."""
+        complete = self.is_complete(overwrite)
+        if not complete:
+            with self._locked(f"part_{part:05d}.lock", part):
+                with self._locked("lock") as lock:
+                    complete = self.is_complete(overwrite)  # it may have become so while this process waited
+                    if not complete and (overwrite or _read_journal(self.plan.folder) != self._identity):
+                        self._clear()
+                        os.ftruncate(lock, 0)
+                        write_atomically(self.plan.folder / JOURNAL_NAME, json.dumps(self._identity).encode())
+                if not complete:
+                    slices = SliceWriter(self._part(part), len(self.plan.splits), seconds)
+                    self._check_bad_lines(slices.progress.counts)
+                    yield slices
+        if complete:
+            self._remove_parts()
+            yield None
 
-    def is_complete(self) -> bool:
+    def record(self, part: int) -> int:
+        """Counts a part as complete; returns how many are."""
+        with self._locked("lock") as lock:
+            if self.is_complete():  # another process has made this part, and the shards
+                return self.parts
+            os.pwrite(lock, b"1", part)
+            os.fsync(lock)
+            return os.pread(lock, self.parts, 0).count(b"1")
+
+    def assemble(self) -> Totals | None:
+        """Cuts the slices of all parts into shards, continuing an earlier attempt, and removes them; None if that has
+        happened already. Without documents there is no shard, and the folder is empty afterwards. Waits for another
+        process that does it, and takes over if that dies."""
+        totals, begun = None, number_of_parts(self.plan.folder) is not None
+        if not self.is_complete() and not begun:
+            raise CommandError(
+                f"--merge: {self.plan.folder} holds no parts; make them first, each by its own process with "
+                "--part I --parts N"
+            )
+        with self._locked("lock"):
+            if not self.is_complete():
+                totals = self._assemble()
+        self._remove_parts()
+        return totals
+
+    # ------------------------------------------------------------------------------------------------------ shards
+
+    def _assemble(self) -> Totals:
+        plan, parts = self.plan, [self._part(number) for number in range(self.parts)]
+        progress = [read_progress(part) for part in parts]
+        missing = [number for number, part in enumerate(progress) if not part.complete]
+        if missing:
+            raise CommandError(
+                f"--output {plan.folder} lacks {len(missing)} of its {self.parts} parts, or they are unfinished; "
+                f"before --merge, run again --parts {self.parts} with --part {ranges(missing)}"
+            )
+        counts = Counter[str]()
+        for part in progress:
+            counts.update(part.counts)
+        self._check_bad_lines(counts)
+        make = (plan.tokenizer_hash, plan.vocab_size, plan.shard_size)
+        cutters = [ShardCutter(plan.folder / name, *make) for name in plan.splits]
+        try:
+            for part in parts:
+                for documents in read_slices(part, len(cutters)):
+                    for cutter, chosen in zip(cutters, documents, strict=True):
+                        cutter.add(chosen)
+            for cutter in cutters:
+                cutter.end()
+        finally:
+            for cutter in cutters:
+                cutter.discard()
+        totals = Totals([cutter.finished for cutter in cutters], dict(counts))
+        self._declare_complete(totals) if any(totals.shards) else self._clear()
+        return totals
+
+    def _declare_complete(self, totals: Totals) -> None:
+        plan, tokenizer = self.plan, self.plan.tokenizer_path.read_bytes()
+        for name, shards in zip(plan.splits, totals.shards, strict=True):
+            write_atomically(plan.folder / name / TOKENIZER_NAME, tokenizer)
+            created_by = {**plan.made_by, **({"split": name} if name else {}), **totals.counts}
+            write_manifest(plan.folder / name, shards, plan.tokenizer_hash, plan.vocab_size, created_by)
+        (plan.folder / JOURNAL_NAME).unlink()
+        sync_folder(plan.folder)
+
+    # ------------------------------------------------------------------------------------------- what is there already
+
+    def is_complete(self, overwrite: bool = False) -> bool:
         """Whether the folder holds all of the plan; takes no lock and changes nothing. Raises CommandError if it holds
-        something else than that or a beginning of it."""
+        something else than that or a beginning of it, or, with `overwrite`, what must not be removed."""
         folder = self.plan.folder
-        self._refuse_file()
+        if folder.exists() and not folder.is_dir():
+            raise CommandError(f"--output {folder} is a file; give a folder")
         _refuse_foreign_files(folder)
-        journal = self._read_journal()
+        if overwrite:
+            parts = None
+            with suppress(CommandError):  # damaged
+                parts = number_of_parts(folder)
+            if parts is not None and parts > 1:
+                remedy = self._remedy(by_hand=True)
+                raise CommandError(f"--output {folder} holds {parts} parts; run all of them to their end, {remedy}")
+            return False
+        journal = _read_journal(folder)
         if journal is not None:
             self._check_journal(journal)
             return False
@@ -109,222 +227,161 @@ class ShardFolder:
             self._check_complete(complete)
         return bool(complete)
 
-    def add(
-        self,
-        tokens: np.ndarray,
-        lengths: np.ndarray,
-        words: np.ndarray,
-        validation: np.ndarray,
-        position: dict[str, Any],
-        counts: dict[str, int],
-    ) -> None:
-        """Adds documents (tokens in a row [N]; tokens, words and split of each [documents]), which reach up to
-        `position` in the input, and adds `counts` to the totals."""
-        self._consistent = False
-        if len(self.writers) == 1:
-            self.writers[0].write(tokens, lengths, words)
-        else:
-            for number, writer in enumerate(self.writers):
-                chosen = validation == bool(number)
-                writer.write(tokens[np.repeat(chosen, lengths)], lengths[chosen], words[chosen])
-        self._advance(position, counts)
-
-    def add_part(
-        self,
-        tokens: np.ndarray,
-        words: int,
-        validation: bool,
-        opens: bool,
-        closes: bool,
-        position: dict[str, Any],
-        counts: dict[str, int],
-    ) -> None:
-        """Adds a part of one document; its first part decides the split."""
-        self._consistent = False
-        if opens:
-            self._part_split = int(validation) if len(self.writers) > 1 else 0
-        closed = self.writers[self._part_split].write_part(tokens, words, closes)
-        empty = int(closes and not closed)
-        self._advance(position, {**counts, "empty_documents": counts.get("empty_documents", 0) + empty})
-
-    def _advance(self, position: dict[str, Any], counts: dict[str, int]) -> None:
-        self.position = position
-        for name, count in counts.items():
-            self.counts[name] = self.counts.get(name, 0) + count
-        self._consistent = True
-
-    @property
-    def has_full_shards(self) -> bool:
-        """Whether `save` would finish a shard."""
-        return any(writer.has_full for writer in self.writers)
-
-    def save(self) -> None:
-        """Makes everything durable up to `position`, and finishes full shards."""
-        if not self._consistent:  # interrupted inside `add`: what is in the journal holds
-            return
-        self._consistent = False
-        for writer in self.writers:
-            writer.sync()
-        self._write_journal()
-        if self.has_full_shards:
-            for writer in self.writers:
-                writer.finish_full()
-            self._write_journal()
-        self._consistent = True
-
-    @contextmanager
-    def journal(self, seconds: float) -> Iterator[Callable[[], None]]:
-        """Gives what to call between additions: it saves once shards are full or `seconds` have passed. Whoever stops
-        the block by Ctrl-C or a CommandError finds the work saved up to there."""
-        saved = time.monotonic()
-
-        def save_when_due() -> None:
-            nonlocal saved
-            if self.has_full_shards or time.monotonic() - saved >= seconds:
-                self.save()
-                saved = time.monotonic()
-
-        try:
-            yield save_when_due
-        except (KeyboardInterrupt, CommandError):
-            self.save()
-            raise
-
-    def complete(self) -> None:
-        """Finishes the last shards and declares the folder complete."""
-        for writer in self.writers:
-            writer.end()
-        self.save()
-        for name, writer in zip(self.plan.splits, self.writers, strict=True):
-            write_atomically(writer.folder / TOKENIZER_NAME, self._tokenizer)
-            created_by = {**self.plan.made_by, **({"split": name} if name else {}), **self.counts}
-            write_manifest(writer.folder, writer.finished, self.plan.tokenizer_hash, self.plan.vocab_size, created_by)
-        (self.plan.folder / JOURNAL_NAME).unlink()
-        sync_folder(self.plan.folder)
-
-    def close(self) -> None:
-        """Closes files and gives up the lock; unfinished work stays for another run."""
-        for writer in self.writers:
-            writer.close()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def clear(self) -> None:
-        """Removes everything this class writes."""
-        for writer in self.writers:
-            writer.close()
-        _clear(self.plan.folder, self.plan.tokenizer_path)
-
-    def _refuse_file(self) -> None:
-        if self.plan.folder.exists() and not self.plan.folder.is_dir():
-            raise CommandError(f"--output {self.plan.folder} is a file; give a folder")
-
-    def _start(self, journal: dict[str, Any] | None) -> None:
-        plan = self.plan
-        if journal is None:  # the journal comes first: shards without one would be somebody else's
-            self._write_journal()
-        else:
-            self.position, self.counts, self._part_split = journal["position"], journal["counts"], journal["part_split"]
-        for number, name in enumerate(plan.splits):
-            state = journal["splits"][number] if journal and journal["splits"] else EMPTY_STATE
-            make = (plan.tokenizer_hash, plan.vocab_size, plan.shard_size)
-            options = {"keep_words": plan.keep_words, "start_again": plan.start_again}
-            self.writers.append(SplitWriter(plan.folder / name, *make, state, **options))
-
-    def _write_journal(self) -> None:
-        journal = {
-            "identity": self._identity,
-            "position": self.position,
-            "counts": self.counts,
-            "part_split": self._part_split,
-            "splits": [writer.state() for writer in self.writers],
-        }
-        write_atomically(self.plan.folder / JOURNAL_NAME, json.dumps(journal).encode())
-
-    def _read_journal(self) -> dict[str, Any] | None:
-        path = self.plan.folder / JOURNAL_NAME
-        try:
-            journal = json.loads(path.read_text(encoding="utf-8"))
-            if set(journal) >= {"identity", "position", "counts", "part_split", "splits"}:
-                return journal
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError):
-            pass
-        raise CommandError(f"{path} is damaged; {self.plan.start_again} to start again")
-
     def _check_journal(self, journal: dict[str, Any]) -> None:
-        if not journal["position"]:  # nothing is done yet, as after a mistake in the flags: `open` begins anew
+        alone = journal.get("parts") == self.parts == 1
+        if alone and not any(self._parts_folder.glob("part_*/*")):
+            return  # nothing is done yet, as after a mistake in the flags: `making` begins anew
+        key = _first_difference(journal, self._identity)
+        if not key:
             return
-        difference = first_difference(_digested(journal["identity"]), self._identity)  # older journals have the list
-        difference = flag_of(difference) if difference else ""
-        if not difference and journal["counts"].get("bad_lines", 0) and not self.plan.skip_bad_lines:
-            difference = "--skip_bad_lines"
-        if difference:
+        there, here = journal.get(key), self._identity.get(key)
+        remedy = self._remedy(by_hand=journal.get("parts", 1) > 1)
+        values = f" ({there} there, {here} here)" if key not in _FLAGS else ""
+        raise CommandError(
+            f"--output {self.plan.folder} holds unfinished work that differs in {_flag(key)}{values}; give the same to "
+            f"continue it, {remedy}"
+        )
+
+    def _check_bad_lines(self, counts: dict[str, int]) -> None:
+        if (bad := counts.get("bad_lines", 0)) and not self.plan.skip_bad_lines:
             raise CommandError(
-                f"--output {self.plan.folder} holds unfinished work that differs in {difference}; run that to its "
-                f"end, choose another folder, or {self.plan.start_again} to start again"
+                f"--output {self.plan.folder} holds unfinished work that skipped {counted(bad, 'malformed line')}; add "
+                f"--skip_bad_lines, {self._remedy(by_hand=self.parts > 1)}"
             )
 
     def _check_complete(self, complete: list[Path]) -> None:
         folder = self.plan.folder
-        same_splits = complete == [folder / name for name in self.plan.splits]
-        difference = "" if same_splits else flag_of("validation_fraction")
-        for part in complete:
-            manifest = read_manifest(part)
+        difference = "" if complete == [folder / name for name in self.plan.splits] else _flag("validation_fraction")
+        for split in complete:
+            manifest = read_manifest(split)
             created_by = manifest["created_by"]
-            if not difference and (key := first_difference(*map(self._comparable, (created_by, self.plan.made_by)))):
-                difference = flag_of(key)
+            if not difference and (key := _first_difference(*map(self._comparable, (created_by, self.plan.made_by)))):
+                difference = _flag(key)
             if not difference and manifest["tokenizer_hash"] != self.plan.tokenizer_hash:
-                difference = flag_of("tokenizer")
+                difference = _flag("tokenizer")
             if not difference and created_by.get("bad_lines", 0) and not self.plan.skip_bad_lines:
                 difference = "--skip_bad_lines"
             if not difference and manifest["shards"]:
-                resolve_shards(part)  # all there, with their sizes
-            if not difference and (path := self._changed_input(part, created_by)):
+                resolve_shards(split)  # all there, with their sizes
+            if not difference and (path := self._changed_input(split, created_by)):
                 difference = f"{path}, which was changed since"
         if difference:
-            raise CommandError(
-                f"--output {folder} holds a corpus that differs in {difference}; choose another folder, or "
-                f"{self.plan.start_again} to replace it"
-            )
+            raise CommandError(f"--output {folder} holds a corpus that differs in {difference}; {self._remedy()}")
 
     def _comparable(self, made_by: dict[str, Any]) -> dict[str, Any]:
         """What a manifest and the plan must have in common; when a file was changed is `_changed_input`'s."""
         inputs = [(entry["name"], entry["bytes"]) for entry in made_by.get("inputs", [])]
-        return {**{name: made_by.get(name) for name in self.plan.made_by}, "inputs": inputs}
+        return {**{name: made_by.get(name) for name in self.plan.options}, "inputs": inputs}
 
-    def _changed_input(self, part: Path, created_by: dict[str, Any]) -> Path | None:
+    def _changed_input(self, split: Path, created_by: dict[str, Any]) -> Path | None:
         """The first input that was changed since a manifest was made, although names and sizes are the same."""
-        made = (part / MANIFEST_NAME).stat().st_mtime_ns
-        for path, then, now in zip(self.plan.inputs, created_by["inputs"], self.plan.made_by["inputs"], strict=True):
+        made = (split / MANIFEST_NAME).stat().st_mtime_ns
+        for file, then in zip(self.plan.files, created_by["inputs"], strict=True):
             known = "modified" in then  # older manifests lack it
-            if then["modified"] != now["modified"] if known else now["modified"] > made:
-                return path
+            if then["modified"] != file.modified if known else file.modified > made:
+                return file.path
         return None
 
+    def _remedy(self, by_hand: bool = False) -> str:
+        """Ends a message. Several processes may be at work: --overwrite would let one remove what others have made."""
+        again = f"remove {self.plan.folder} by hand" if by_hand or self.parts > 1 else "add --overwrite"
+        return f"choose another folder, or {again} to start again"
 
-def described_input(name: str, size: int, modified: int) -> dict[str, Any]:
-    """An input as manifests tell of it: its name, bytes, and when it was last changed (nanoseconds since 1970)."""
-    return {"name": name, "bytes": size, "modified": modified}
+    # -------------------------------------------------------------------------------------------- locks and removal
+
+    @contextmanager
+    def _locked(self, name: str, part: int | None = None) -> Iterator[int]:
+        """Holds a file, and gives its descriptor; of a part without waiting. Some file systems have no locks:
+        `can_lock` says so."""
+        path = self._parts_folder / name
+        while True:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            except FileNotFoundError:  # the folder was removed in between
+                continue
+            try:
+                self._lock(descriptor, part)
+                if os.fstat(descriptor).st_nlink:
+                    yield descriptor
+                    return
+            finally:
+                os.close(descriptor)  # removed while this process waited for it: take the new one
+
+    def _lock(self, descriptor: int, part: int | None) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if part is not None else 0))
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                which = f"--part {part} of " if self.parts > 1 else ""
+                raise CommandError(
+                    f"{which}--output {self.plan.folder} is in use by another process; wait for it to end"
+                ) from None
+            if error.errno not in _NO_LOCKS:
+                raise
+            self.can_lock = False
+
+    def _clear(self) -> None:
+        """Removes all that this class writes, except for locks and the tokenizer in use; manifests first, so that no
+        moment shows half a corpus as complete."""
+        folders = [self.plan.folder / name for name in ("", *_SPLITS)]
+        paths = [path for folder in folders for path in _our_files(folder)]
+        for path in sorted(paths, key=lambda path: path.name != MANIFEST_NAME):
+            if path.resolve() != self.plan.tokenizer_path.resolve():
+                path.unlink()
+        for folder in folders[1:]:
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+        for part in self._parts_folder.glob("part_*"):
+            if part.is_dir():
+                shutil.rmtree(part)
+
+    def _remove_parts(self) -> None:
+        """Without the lock: a network file system keeps the name of a file that is still open."""
+        shutil.rmtree(self._parts_folder, ignore_errors=True)
+
+    def _part(self, part: int) -> Path:
+        return self._parts_folder / f"part_{part:05d}"
 
 
-def _digested(identity: dict[str, Any]) -> dict[str, Any]:
-    """An identity with a hash in place of its list of inputs: a million files are not written at each save."""
-    inputs = identity.get("inputs")
-    digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest() if isinstance(inputs, list) else inputs
-    return {**identity, "inputs": digest}
+def number_of_parts(folder: Path) -> int | None:
+    """How many parts unfinished work was begun with; None where there is none."""
+    journal = _read_journal(folder)
+    return None if journal is None else journal.get("parts", 1)
 
 
-def flag_of(key: str) -> str:
-    """The flag that sets a key of an identity, for messages."""
+def _read_journal(folder: Path) -> dict[str, Any] | None:
+    path = folder / JOURNAL_NAME
+    try:
+        journal = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        journal = None
+    if not isinstance(journal, dict):
+        raise CommandError(f"{path} is damaged; add --overwrite, or remove {folder} by hand, to start again")
+    return journal
+
+
+def _flag(key: str) -> str:
+    """The flag that sets a key of a plan, for messages."""
     return _FLAGS.get(key, f"--{key}")
 
 
-def first_difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+def _first_difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
     """The first key whose values differ or that one of them lacks, "" if none does."""
     return next((key for key in {**wanted, **found} if found.get(key) != wanted.get(key)), "")
+
+
+def ranges(numbers: list[int]) -> str:
+    """Ascending numbers the way sbatch --array takes them, such as 0,2-5."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ",".join("-".join(map(str, ends)) for ends in found)
 
 
 def _our_files(folder: Path) -> list[Path]:
@@ -338,28 +395,3 @@ def _refuse_foreign_files(folder: Path) -> None:
         foreign = sorted(set(visible) - set(_our_files(place)) - allowed)
         if foreign:
             raise CommandError(f"--output {folder} holds other files, such as {foreign[0].name}; give a new folder")
-
-
-def _clear(folder: Path, tokenizer_path: Path) -> None:
-    """Removes shards, journals and copies of tokenizers, but not the tokenizer in use; manifests first, so that no
-    moment shows half a corpus as complete."""
-    places = (folder, *(folder / name for name in _SPLITS))
-    for path in sorted((path for place in places for path in _our_files(place)), key=lambda p: p.name != MANIFEST_NAME):
-        if path.resolve() != tokenizer_path.resolve():
-            path.unlink()
-    for place in places[1:]:
-        if place.is_dir() and not any(place.iterdir()):
-            place.rmdir()
-
-
-def _locked(folder: Path) -> int:
-    """Holds the folder for this process; the lock goes when the descriptor is closed or the process ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            os.close(descriptor)
-            raise CommandError(f"--output {folder} is in use by another process; wait for it to end") from None
-        # some network file systems cannot lock folders: go on without
-    return descriptor

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn
@@ -30,8 +30,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 from tqdm import tqdm
 
 from data.cli import Parser
-from data.shards import FORMAT_VERSION, tokenizer_hash
-from preprocessing.array_output import PartsFolder, number_of_parts, refuse_parts, share
+from data.shards import tokenizer_hash
 from preprocessing.cli import (
     CommandError,
     Terminated,
@@ -41,13 +40,15 @@ from preprocessing.cli import (
     positive_int,
     run,
 )
-from preprocessing.inputs import CorpusError, InputFile, find_inputs
-from preprocessing.readers import DOCUMENT_BYTES, Position, read_chunks
-from preprocessing.resumable_output import FolderPlan, ShardFolder, described_input
-from preprocessing.tokenize_pool import EncodedChunk, EncoderSettings, encode_in_order
+from preprocessing.inputs import CorpusError, InputFile, files_of_part, find_inputs
+from preprocessing.readers import Position, read_chunks
+from preprocessing.resumable_output import FolderPlan, OutputFolder, number_of_parts
+from preprocessing.slices import EncodedChunk, SliceWriter
+from preprocessing.tokenize_pool import EncoderSettings, encode_in_order
 from preprocessing.tokenizer import load_tokenizer, vocabulary_size
 
 DEFAULT_SHARD_SIZE = 100_000_000
+_TOTALS = ("documents", "words", "tokens")
 
 
 @dataclass(frozen=True)
@@ -76,53 +77,38 @@ def tokenize_files(
     output: Path,
     settings: EncoderSettings,
     *,
+    part: int = 0,
+    parts: int = 1,
     workers: int = 1,
     shard_size: int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
     journal_seconds: float = 10.0,
     progress: bool = False,
-) -> Summary | None:
-    """Tokenises files into a shard folder, continuing unfinished work; None if it was complete already.
+) -> Summary | str:
+    """Tokenises files, or one of `parts` shares of them, continuing unfinished work, and makes the shards if all parts
+    are complete then. Returns the totals of the shards, or one line on what was found or done instead.
 
     shard_size: tokens after which a shard ends with its document. journal_seconds: how much work a crash may cost.
-    Raises CorpusError or ShardError for bad input, CommandError if the folder holds something else."""
-    refuse_parts(output)
-    plan = _plan(files, output, settings, shard_size)
-    options = {"workers": workers, "journal_seconds": journal_seconds, "progress": progress}
-    return _fill(plan, files, settings, overwrite=overwrite, **options)
-
-
-def tokenize_part(
-    files: Sequence[InputFile],
-    output: Path,
-    settings: EncoderSettings,
-    part: int,
-    parts: int,
-    *,
-    workers: int = 1,
-    shard_size: int = DEFAULT_SHARD_SIZE,
-    journal_seconds: float = 10.0,
-    progress: bool = False,
-) -> Summary | str:
-    """Tokenises one of `parts` shares of the files and, if it is the last, merges all of them into the shard folder
-    that tokenize_files would make. Returns the totals after a merge, else one line on what was found or done.
-
-    Raises as tokenize_files does, also if the parts do not agree or another process makes this one."""
-    folder = PartsFolder(_plan(files, output, settings, shard_size), parts)
-    if not folder.begin():
-        return _complete_line(output)
-    mine = share(files, part, parts)
-    with folder.holding(part):
-        plan = folder.part_plan(part, _plan(mine, output, settings, shard_size))
-        options = {"workers": workers if mine else 1, "journal_seconds": journal_seconds, "progress": progress}
-        _fill(plan, mine, settings, may_be_empty=True, **options)
-    complete = folder.record(part)
-    line = f"part {part} ({len(mine)} of {counted(len(files), 'file')}) is complete, as are {complete} of {parts} parts"
-    if complete < parts:
-        return f"{line}; whoever completes the last merges them"
-    if not folder.can_lock:  # another process may see the same, and two would spoil each other's work
-        return f"{line}; the file system of {output} has no locks, so run the same with --merge instead of --part"
-    return _merge(folder, journal_seconds)
+    Raises CorpusError or ShardError for bad input, CommandError if the folder holds something else, if the parts do not
+    agree, or if another process makes this one."""
+    folder = OutputFolder(_plan(files, output, settings, shard_size), parts)
+    mine, started = files_of_part(files, part, parts), time.monotonic()
+    with _naming(output):
+        with folder.making(part, journal_seconds, overwrite) as slices:
+            if slices is None:
+                return _complete_line(output)
+            bytes_before = slices.progress.counts.get("text_bytes", 0)
+            if not slices.progress.complete:
+                _encode(slices, mine, settings, workers if mine else 1, progress)
+            encoded = slices.progress.counts.get("text_bytes", 0) - bytes_before
+        complete = folder.record(part)
+        made = f"part {part} ({len(mine)} of {counted(len(files), 'file')})"
+        line = f"{made} is complete, as are {complete} of {parts} parts"
+        if complete < parts:
+            return f"{line}; whoever completes the last merges them"
+        if parts > 1 and not folder.can_lock:  # another process may see the same, and two would spoil each other's work
+            return f"{line}; the file system of {output} has no locks, so run the same with --merge instead of --part"
+        return _merge(folder, started, encoded)
 
 
 def merge_parts(
@@ -132,56 +118,48 @@ def merge_parts(
     parts: int | None = None,
     *,
     shard_size: int = DEFAULT_SHARD_SIZE,
-    journal_seconds: float = 10.0,
 ) -> Summary | str:
-    """Only the merge of tokenize_part, for parts that are complete. parts: None for as many as were begun."""
-    folder = PartsFolder(_plan(files, output, settings, shard_size), parts or number_of_parts(output) or 1)
-    return _merge(folder, journal_seconds) if folder.begin(create=False) else _complete_line(output)
+    """Only the shards, of parts that are complete. parts: None for as many as were begun."""
+    folder = OutputFolder(_plan(files, output, settings, shard_size), parts or number_of_parts(output) or 1)
+    with _naming(output):
+        return _merge(folder, time.monotonic(), 0)
 
 
-def _merge(folder: PartsFolder, journal_seconds: float) -> Summary | str:
-    started = time.monotonic()
-    with _naming(folder.plan.folder):
-        merged = folder.merge(journal_seconds)
-    return _complete_line(folder.plan.folder) if merged is None else _summary(merged, started, 0)
+def _merge(folder: OutputFolder, started: float, encoded: int) -> Summary | str:
+    totals = folder.assemble()
+    if totals is None:
+        return _complete_line(folder.plan.folder)
+    if not any(totals.shards):
+        files = counted(len(folder.plan.files), "file")
+        raise CorpusError(f"--input holds no text in {files}; check --input and --text_field")
+    seconds = time.monotonic() - started
+    splits = [
+        SplitSummary(name, len(shards), *(sum(getattr(shard, key) for shard in shards) for key in _TOTALS))
+        for name, shards in zip(folder.plan.splits, totals.shards, strict=True)
+    ]
+    return Summary(splits, totals.counts, seconds, encoded / max(seconds, 1e-9))
 
 
 def _complete_line(output: Path) -> str:
     return f"{output} is complete already, from the same inputs and options: nothing to do"
 
 
-def _fill(
-    plan: FolderPlan,
-    files: Sequence[InputFile],
-    settings: EncoderSettings,
-    *,
-    workers: int,
-    journal_seconds: float,
-    progress: bool,
-    overwrite: bool = False,
-    may_be_empty: bool = False,
-) -> Summary | None:
-    """Tokenises files into the folder of a plan; None if it was complete already."""
-    folder = ShardFolder(plan)
-    with _naming(plan.folder), closing(folder):
-        if not folder.open(overwrite):
-            return None
-        start = Position(**folder.position)
-        before = [0, *accumulate(file.size for file in files)]  # bytes before each file
-        started, bytes_before = time.monotonic(), folder.counts.get("text_bytes", 0)
-        encoded_chunks = encode_in_order(read_chunks(files, settings.text_field, start), settings, workers)
-        scale = {"total": before[-1], "initial": before[start.file], "unit": "B", "unit_scale": True}
-        bar = tqdm(**scale, desc="tokenizing", disable=not progress)
-        with bar, closing(encoded_chunks), folder.journal(journal_seconds) as save_when_due:
+def _encode(
+    slices: SliceWriter, files: Sequence[InputFile], settings: EncoderSettings, workers: int, progress: bool
+) -> None:
+    """Tokenises files, from where their slices end."""
+    start = Position(**slices.progress.position)
+    before = [0, *accumulate(file.size for file in files)]  # bytes before each file
+    scale = {"total": before[-1], "initial": before[start.file], "unit": "B", "unit_scale": True}
+    encoded_chunks = encode_in_order(read_chunks(files, settings.text_field, start), settings, workers)
+    with closing(encoded_chunks), tqdm(**scale, desc="tokenizing", disable=not progress) as bar:
+
+        def shown() -> Iterator[EncodedChunk]:
             for chunk in encoded_chunks:
-                _add(folder, chunk)
-                bar.update(before[chunk.end.file] + chunk.progress - bar.n)
-                save_when_due()
-        if not may_be_empty and not sum(writer.total("documents") for writer in folder.writers):
-            folder.clear()
-            raise CorpusError(f"--input holds no text in {counted(len(files), 'file')}; check --input and --text_field")
-        folder.complete()
-        return _summary(folder, started, bytes_before)
+                yield chunk
+                bar.update(before[chunk.position["file"]] + chunk.progress - bar.n)
+
+        slices.write(shown())
 
 
 @contextmanager
@@ -193,54 +171,24 @@ def _naming(folder: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, error.filename or str(folder)) from error
 
 
-def _summary(folder: ShardFolder, started: float, bytes_before: int) -> Summary:
-    seconds = time.monotonic() - started
-    splits = [
-        SplitSummary(name, len(writer.finished), *(writer.total(key) for key in ("documents", "words", "tokens")))
-        for name, writer in zip(folder.plan.splits, folder.writers, strict=True)
-    ]
-    rate = (folder.counts.get("text_bytes", 0) - bytes_before) / max(seconds, 1e-9)
-    return Summary(splits, folder.counts, seconds, rate)
-
-
 def _plan(files: Sequence[InputFile], output: Path, settings: EncoderSettings, shard_size: int) -> FolderPlan:
-    options = {
-        "script": "preprocessing/tokenize_corpus.py",
-        "text_field": settings.text_field,
-        "other_files": settings.other_files,
-        "validation_fraction": settings.validation_fraction,
-        "shard_size": shard_size,
-    }
-    digest = tokenizer_hash(settings.tokenizer_path)
-    described = [[str(file.path.resolve()), file.size, file.modified] for file in files]
-    versions = {"format": FORMAT_VERSION, "document_bytes": DOCUMENT_BYTES}
     return FolderPlan(
         folder=output,
+        files=tuple(files),
         tokenizer_path=settings.tokenizer_path,
-        tokenizer_hash=digest,
+        tokenizer_hash=tokenizer_hash(settings.tokenizer_path),
         vocab_size=vocabulary_size(load_tokenizer(settings.tokenizer_path)),
         shard_size=shard_size,
+        options={
+            "script": "preprocessing/tokenize_corpus.py",
+            "text_field": settings.text_field,
+            "other_files": settings.other_files,
+            "validation_fraction": settings.validation_fraction,
+            "shard_size": shard_size,
+        },
         splits=("train", "validation") if settings.validation_fraction else ("",),
-        inputs=tuple(file.path for file in files),
         skip_bad_lines=settings.skip_bad_lines,
-        identity={**options, **versions, "tokenizer": digest, "inputs": described},
-        made_by={**options, "inputs": [described_input(file.name, file.size, file.modified) for file in files]},
     )
-
-
-def _add(folder: ShardFolder, chunk: EncodedChunk) -> None:
-    position = asdict(chunk.end)
-    counts = {
-        "empty_documents": chunk.empty,
-        "bad_lines": chunk.bad,
-        "special_tokens": chunk.special,
-        "text_bytes": chunk.text_bytes,
-    }
-    if chunk.opens and chunk.closes:
-        folder.add(chunk.tokens, chunk.lengths, chunk.words, chunk.validation, position, counts)
-    else:
-        words, validation = int(chunk.words[0]), bool(chunk.validation[0])
-        folder.add_part(chunk.tokens, words, validation, chunk.opens, chunk.closes, position, counts)
 
 
 def print_summary(summary: Summary) -> None:
@@ -343,18 +291,22 @@ def command(arguments: argparse.Namespace) -> int:
         arguments.validation_fraction,
         arguments.other_files,
     )
-    merging = {"shard_size": arguments.shard_size, "journal_seconds": arguments.journal_seconds}
-    options = {**merging, "workers": arguments.workers, "progress": sys.stderr.isatty()}
     if arguments.merge:
-        result = merge_parts(files, arguments.output, settings, arguments.parts, **merging)
-    elif (arguments.parts or 1) > 1:
-        result = tokenize_part(files, arguments.output, settings, arguments.part, arguments.parts, **options)
+        result = merge_parts(files, arguments.output, settings, arguments.parts, shard_size=arguments.shard_size)
     else:
-        result = tokenize_files(files, arguments.output, settings, overwrite=arguments.overwrite, **options)
-    if isinstance(result, Summary):
-        print_summary(result)
-    else:
-        print(result or _complete_line(arguments.output))
+        result = tokenize_files(
+            files,
+            arguments.output,
+            settings,
+            part=arguments.part or 0,
+            parts=arguments.parts or 1,
+            workers=arguments.workers,
+            shard_size=arguments.shard_size,
+            overwrite=arguments.overwrite,
+            journal_seconds=arguments.journal_seconds,
+            progress=sys.stderr.isatty(),
+        )
+    print_summary(result) if isinstance(result, Summary) else print(result)
     return 0
 
 

@@ -6,7 +6,7 @@ import hashlib
 import signal
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,7 +16,8 @@ import numpy as np
 from data.shards import token_dtype
 from preprocessing.cli import CommandError
 from preprocessing.parsing import parse_chunk
-from preprocessing.readers import Chunk, Position
+from preprocessing.readers import Chunk
+from preprocessing.slices import EncodedChunk
 from preprocessing.tokenizer import DocumentEncoder, load_tokenizer, special_ids, vocabulary_size
 
 _HASHED_CHARACTERS = 1 << 16  # a cut document's first part is longer, so all formats hash the same
@@ -33,24 +34,6 @@ class EncoderSettings:
     other_files: str | None = None  # what files with an unknown suffix are read as
 
 
-@dataclass(frozen=True)
-class EncodedChunk:
-    """A chunk's documents without the empty ones, or one part of a document (see Chunk), which may be empty."""
-
-    tokens: np.ndarray  # [N] uint16 or uint32, all documents in a row
-    lengths: np.ndarray  # [documents] int64, tokens of each
-    words: np.ndarray  # [documents] int64, stretches between white space
-    validation: np.ndarray  # [documents] bool; of a part: only the first part's counts
-    empty: int  # documents dropped
-    bad: int  # malformed lines passed over
-    special: int  # tokens that are special ids, such as <unk>
-    text_bytes: int  # of the chunk, decompressed
-    end: Position
-    progress: int
-    opens: bool
-    closes: bool
-
-
 class ChunkEncoder:
     """Encodes chunks on the calling core."""
 
@@ -65,12 +48,12 @@ class ChunkEncoder:
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         """Raises CorpusError for a malformed line, unless bad lines are to be skipped."""
         found, bad = parse_chunk(chunk, self._settings.text_field, self._settings.skip_bad_lines)
-        is_part = not (chunk.opens and chunk.closes)
-        texts = found if is_part else [text for text in found if text and not text.isspace()]
+        is_piece = not (chunk.opens and chunk.closes)
+        texts = found if is_piece else [text for text in found if text and not text.isspace()]
         tokens, lengths = self._encoder.encode(texts)
         words = np.array([len(text.split()) for text in texts], np.int64)
         validation = np.array([is_validation(text, self._settings.validation_fraction) for text in texts], bool)
-        if not is_part and not lengths.all():  # a foreign tokenizer may know no token for a text
+        if not is_piece and not lengths.all():  # a foreign tokenizer may know no token for a text
             kept = lengths > 0
             lengths, words, validation = lengths[kept], words[kept], validation[kept]
         return EncodedChunk(
@@ -78,14 +61,16 @@ class ChunkEncoder:
             lengths=lengths,
             words=words,
             validation=validation,
-            empty=0 if is_part else len(found) - len(lengths),
-            bad=bad,
-            special=int(self._is_special[tokens].sum()),
-            text_bytes=chunk.num_bytes,
-            end=chunk.end,
-            progress=chunk.progress,
+            position=asdict(chunk.end),
+            counts={
+                "empty_documents": 0 if is_piece else len(found) - len(lengths),
+                "bad_lines": bad,
+                "special_tokens": int(self._is_special[tokens].sum()),
+                "text_bytes": chunk.num_bytes,
+            },
             opens=chunk.opens,
             closes=chunk.closes,
+            progress=chunk.progress,
         )
 
 

@@ -120,12 +120,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a few documents, parts of documents of a few lines, merged in small blocks."""
-    from preprocessing import array_output, readers
+    """Chunks of a few documents, pieces of documents of a few lines, small slices."""
+    from preprocessing import readers, slices
 
     monkeypatch.setattr(readers, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(readers, "DOCUMENT_BYTES", 4000)
-    monkeypatch.setattr(array_output, "MERGED_TOKENS", 700)
+    monkeypatch.setattr(slices, "SLICE_TOKENS", 2000)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -19,7 +18,7 @@ from helpers.tiny_corpora import command, contents, make_texts, tokenize
 
 import data.shards
 from data.shards import ShardWriter
-from preprocessing import readers, tokenize_pool
+from preprocessing import readers, slices, tokenize_pool
 from preprocessing.inputs import find_inputs
 
 
@@ -93,8 +92,7 @@ def test_finished_work_is_not_repeated(corpus, tokenizer_path, tmp_path, monkeyp
     monkeypatch.setattr(tokenize_pool.ChunkEncoder, "__call__", counted)
     with pytest.raises(Crash):
         tokenize(corpus, tmp_path / "out", tokenizer_path, shard_size=2000)
-    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.shard")}
-    assert len(finished) > 5
+    assert len(list((tmp_path / "out").rglob("slice_*.npz"))) > 5
     monkeypatch.setattr(tokenize_pool.ChunkEncoder, "__call__", real)
     chunks = []
     monkeypatch.setattr(
@@ -105,29 +103,31 @@ def test_finished_work_is_not_repeated(corpus, tokenizer_path, tmp_path, monkeyp
     summary = tokenize(corpus, tmp_path / "out", tokenizer_path, shard_size=2000)
     total = sum(chunk.num_bytes for chunk in readers.read_chunks(find_inputs([corpus])))
     assert total - sum(encoded[:39]) <= sum(chunks) < total - sum(encoded[:30])
-    assert all(path.stat().st_mtime_ns == modified for path, modified in finished.items())
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert summary is not None
     assert summary.counts["text_bytes"] == total  # totals are of the folder, not of the last run
 
 
-def test_an_interruption_in_the_middle_of_a_chunk(corpus, tokenizer_path, tmp_path, monkeypatch, small_chunks):
-    """Ctrl-C may come when some of a chunk is written and some is not: that chunk is made again."""
+@pytest.mark.parametrize(("owner", "name"), [(slices, "write_atomically"), (ShardWriter, "append")])
+def test_an_interruption_in_the_middle_of_a_file(
+    corpus, tokenizer_path, tmp_path, monkeypatch, small_chunks, cheap_tokenizing, owner, name
+):
+    """Ctrl-C may come before or after a slice is written, or a piece of a shard: that slice or shard is made again."""
     tokenize(corpus, tmp_path / "whole", tokenizer_path, 0.4, shard_size=2000)
-    real, calls = ShardWriter.append, []
+    real, calls = getattr(owner, name), []
 
-    def interrupted(self, tokens, lengths=None):
-        calls.append(len(tokens))
+    def interrupted(*arguments):
+        calls.append(arguments)
         if len(calls) == 30:
             raise KeyboardInterrupt
-        real(self, tokens, lengths)
+        real(*arguments)
         if len(calls) == 15:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ShardWriter, "append", interrupted)
+    monkeypatch.setattr(owner, name, interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            tokenize(corpus, tmp_path / "out", tokenizer_path, 0.4, shard_size=2000)
+            tokenize(corpus, tmp_path / "out", tokenizer_path, 0.4, shard_size=2000, journal_seconds=0)
     tokenize(corpus, tmp_path / "out", tokenizer_path, 0.4, shard_size=2000)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -139,8 +139,7 @@ def started(arguments: list[str], output: Path) -> subprocess.Popen[str]:
     )
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
-        journal = output / "journal.json"
-        if journal.exists() and json.loads(journal.read_text())["position"].get("offset", 0) > 0:
+        if any(output.rglob("slice_*.npz")):
             return process
         time.sleep(0.005)
     raise AssertionError(f"ended before it could be stopped: {process.communicate()}")

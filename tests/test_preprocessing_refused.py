@@ -136,6 +136,11 @@ def test_unfinished_work_is_only_continued_as_it_was_begun(corpus, tokenizer_pat
     assert run(*flags, "--overwrite") == 0
     (tmp_path / "out" / "journal.json").write_text("{")
     assert "journal.json is damaged; add --overwrite" in refused(capsys, *flags)
+    (tmp_path / "out" / "journal.json").write_text('{"identity": {}, "position": {"file": 1}}')  # as it once was
+    error = refused(capsys, *flags)
+    assert "unfinished work that differs in the version of this program; give the same" in error
+    assert "add --overwrite to start again" in error
+    assert run(*flags, "--overwrite") == 0
 
 
 def test_other_peoples_files_are_safe(corpus, tokenizer_path, tmp_path, capsys):
@@ -158,11 +163,15 @@ def test_the_tokenizer_may_lie_in_the_output_folder(corpus, tokenizer_path, tmp_
 
 
 def test_two_runs_at_once(flags, tmp_path, capsys):
-    descriptor = os.open(tmp_path / "out", os.O_RDONLY)
+    before = contents(tmp_path / "out")
+    (tmp_path / "out" / ".parts").mkdir()
+    descriptor = os.open(tmp_path / "out" / ".parts" / "part_00000.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    assert "is in use by another process" in refused(capsys, *flags)
+    assert "is in use by another process" in refused(capsys, *flags, "--overwrite")
+    assert before.items() <= contents(tmp_path / "out").items()
     os.close(descriptor)
-    assert run(*flags) == 0
+    assert run(*flags, "--overwrite") == 0
+    assert contents(tmp_path / "out") == before
 
 
 def test_malformed_lines_stop_or_are_counted(tokenizer_path, tmp_path, capsys):

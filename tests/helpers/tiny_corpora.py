@@ -55,7 +55,9 @@ def tokenize(
     corpus: Path, output: Path, tokenizer_path: Path, fraction: float = 0.0, skip: bool = False, **options
 ) -> Summary | None:
     settings = EncoderSettings(tokenizer_path, skip_bad_lines=skip, validation_fraction=fraction)
-    return tokenize_files(find_inputs([corpus]), output, settings, **options)
+    """The totals, or None if the folder was complete already."""
+    made = tokenize_files(find_inputs([corpus]), output, settings, **options)
+    return made if isinstance(made, Summary) else None
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -21,9 +21,9 @@ from test_preprocessing_refused import refused
 
 from data.shards import read_manifest
 from preprocessing import tokenize_corpus, tokenize_pool
-from preprocessing.array_output import PartsFolder, ranges, share
-from preprocessing.inputs import InputFile, find_inputs
-from preprocessing.tokenize_corpus import Summary, merge_parts, tokenize_part
+from preprocessing.inputs import InputFile, files_of_part, find_inputs
+from preprocessing.resumable_output import OutputFolder, ranges
+from preprocessing.tokenize_corpus import Summary, merge_parts, tokenize_files
 from preprocessing.tokenize_pool import EncoderSettings
 from preprocessing.train_tokenizer import train_tokenizer
 
@@ -47,19 +47,19 @@ def flags(corpus, tokenizer_path, tmp_path):
     return ["--input", corpus, "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path, "--shard_size", 5000]
 
 
-# The shares
+# The files of a part
 
 
 @settings(max_examples=200)
 @given(sizes=st.lists(st.integers(0, 1000), max_size=30), count=st.integers(1, 12))
-def test_shares_are_neighbours_and_of_about_equal_size(sizes, count):
+def test_files_of_parts_are_neighbours_and_of_about_equal_size(sizes, count):
     files = [InputFile(Path(str(n)), str(n), "text", "", size, 0) for n, size in enumerate(sizes)]
-    shares = [share(files, part, count) for part in range(count)]
-    assert [file for part in shares for file in part] == files
-    for part in shares:
+    parts = [files_of_part(files, part, count) for part in range(count)]
+    assert [file for part in parts for file in part] == files
+    for part in parts:
         assert sum(file.size for file in part) <= sum(sizes) / count + max(sizes, default=0)
     if len(set(sizes)) == 1 and sizes[0] and len(sizes) % count == 0:
-        assert {len(part) for part in shares} == {len(sizes) // count}
+        assert {len(part) for part in parts} == {len(sizes) // count}
 
 
 def test_ranges_are_written_as_sbatch_takes_them():
@@ -133,7 +133,7 @@ def test_malformed_lines_are_counted_over_all_parts(tokenizer_path, tmp_path, ca
     assert "1.jsonl, line 1: not valid JSON" in refused(capsys, *flags, "--part", 1)
     for part in (1, 2):
         assert run(*flags, "--part", part, "--skip_bad_lines") == 0
-    assert "passed over 3 malformed lines; add --skip_bad_lines" in refused(capsys, *flags, "--part", 0)
+    assert "skipped 3 malformed lines; add --skip_bad_lines" in refused(capsys, *flags, "--part", 0)
     assert run(*flags, "--merge", "--skip_bad_lines") == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -145,20 +145,21 @@ def test_ending_at_the_same_moment(corpus, tokenizer_path, tmp_path, monkeypatch
     """All parts are complete before the first is recorded; and afterwards everybody tries to merge."""
     tokenize(corpus, tmp_path / "whole", tokenizer_path, shard_size=5000)
     files, encoder = find_inputs([corpus]), EncoderSettings(tokenizer_path)
-    together, real = threading.Barrier(4), PartsFolder.record
-    monkeypatch.setattr(PartsFolder, "record", lambda self, part: (together.wait(60), real(self, part))[1])
+    barrier, real = threading.Barrier(4), OutputFolder.record
+    monkeypatch.setattr(OutputFolder, "record", lambda self, part: (barrier.wait(60), real(self, part))[1])
     with ThreadPoolExecutor(4) as pool:
         for attempt in range(3):
             output = tmp_path / str(attempt)
-            jobs = [pool.submit(tokenize_part, files, output, encoder, n, 4, shard_size=5000) for n in range(4)]
+            options = {"parts": 4, "shard_size": 5000}
+            jobs = [pool.submit(tokenize_files, files, output, encoder, part=n, **options) for n in range(4)]
             results = [job.result(100) for job in jobs]
             assert sum(isinstance(result, Summary) for result in results) == 1
             assert contents(output) == contents(tmp_path / "whole")
-        monkeypatch.setattr(PartsFolder, "record", real)
-        monkeypatch.setattr(tokenize_corpus, "_merge", lambda folder, seconds: "not yet")
-        for part in range(4):
-            tokenize_part(files, tmp_path / "out", encoder, part, 4, shard_size=5000)
-        monkeypatch.undo()
+        monkeypatch.setattr(OutputFolder, "record", real)
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenize_corpus, "_merge", lambda *_: "not yet")
+            for part in range(4):
+                tokenize_files(files, tmp_path / "out", encoder, part=part, parts=4, shard_size=5000)
         jobs = [pool.submit(merge_parts, files, tmp_path / "out", encoder, shard_size=5000) for _ in range(4)]
         results = [job.result(100) for job in jobs]
     assert sum(isinstance(result, Summary) for result in results) == 1
@@ -230,24 +231,24 @@ def test_parts_agree(corpus, flags, tmp_path, capsys):
     made = contents(tmp_path / "out")
     place = ["--part", 0, "--parts", 3]
     for change, sentence in (
-        (["--part", 0, "--parts", 4], "--parts differs from what the parts in"),
-        ([*place, "--shard_size", 6000], "--shard_size differs from what the parts in"),
-        ([*place, "--shard_size", 6000], "are made with (5000 there, 6000 here); give all parts the same"),
-        ([*place, "--validation_fraction", "0.1"], "--validation_fraction differs"),
-        ([*place, "--text_field", "body"], "--text_field differs"),
-        ([*place, "--tokenizer_path", other], "--tokenizer_path differs"),
-        ([*place, "--input", corpus], "--input differs"),
-        (["--merge", "--parts", 2], "--parts differs"),
+        (["--part", 0, "--parts", 4], "differs in --parts (3 there, 4 here)"),
+        ([*place, "--shard_size", 6000], "unfinished work that differs in --shard_size (5000 there, 6000 here); give"),
+        ([*place, "--shard_size", 6000], "give the same to continue it, choose another folder, or remove"),
+        ([*place, "--validation_fraction", "0.1"], "differs in --validation_fraction"),
+        ([*place, "--text_field", "body"], "differs in --text_field"),
+        ([*place, "--tokenizer_path", other], "differs in --tokenizer_path;"),
+        ([*place, "--input", corpus], "differs in --input;"),
+        (["--merge", "--parts", 2], "differs in --parts (3 there, 2 here)"),
         (["--merge"], "lacks 2 of its 3 parts, or they are unfinished; before --merge, run again --parts 3 with"),
         (["--merge"], "with --part 0,2"),
-        ([], "holds parts of a job with --parts; run that to its end"),
-        (["--overwrite"], "holds parts of a job with --parts; run that to its end"),
+        ([], "--parts (3 there, 1 here); give the same"),
+        (["--overwrite"], "holds 3 parts; run all of them to their end, choose another folder, or remove"),
     ):
         assert sentence in refused(capsys, *flags, *change)
         assert contents(tmp_path / "out") == made
     with open(tmp_path / "in" / "g.txt", "a") as file:
         file.write("more")
-    assert "--input differs" in refused(capsys, *flags, *place)
+    assert "differs in --input;" in refused(capsys, *flags, *place)
 
 
 def test_other_content_of_the_output_folder_is_safe(corpus, flags, tmp_path, capsys, monkeypatch):
@@ -264,7 +265,7 @@ def test_other_content_of_the_output_folder_is_safe(corpus, flags, tmp_path, cap
         assert run(*flags) == 130
     before = contents(output)
     error = refused(capsys, *flags, *place)
-    assert "unfinished work that differs in --parts; run that to its end, choose another folder, or remove" in error
+    assert "unfinished work that differs in --parts (1 there, 2 here); give the same to continue it, choose" in error
     assert f"remove {output} by hand to start again" in error
     assert contents(output) == before
     assert run(*flags) == 0
@@ -281,23 +282,23 @@ def test_other_content_of_the_output_folder_is_safe(corpus, flags, tmp_path, cap
 def test_damaged_parts_are_noticed_and_can_be_made_again(corpus, flags, tokenizer_path, tmp_path, monkeypatch, capsys):
     tokenize(corpus, tmp_path / "whole", tokenizer_path, shard_size=5000)
     with monkeypatch.context() as patch:
-        patch.setattr(tokenize_corpus, "_merge", lambda folder, seconds: "not yet")
+        patch.setattr(tokenize_corpus, "_merge", lambda *_: "not yet")
         for part in range(2):
             assert run(*flags, "--part", part, "--parts", 2) == 0
     folder = tmp_path / "out" / ".parts" / "part_00001"
-    content = (folder / "document_words").read_bytes()
-    (folder / "document_words").write_bytes(content[:-8])
-    error = refused(capsys, *flags, "--merge")
-    assert f"document_words has {len(content) - 8:,} bytes where" in error
-    assert f"remove {folder} by hand and make that part again" in error
-    (folder / "document_words").write_bytes(content)
-    (folder / "shard_00000.shard").write_bytes(b"")
-    assert "shard_00000.shard has 0 bytes" in refused(capsys, *flags, "--merge")
+    path = folder / "slice_00000000.npz"
+    content = path.read_bytes()
+    changed = bytearray(content)
+    changed[len(content) // 2] ^= 1
+    for damaged in (content[:-8], bytes(changed), b""):
+        path.write_bytes(damaged)
+        error = refused(capsys, *flags, "--merge")
+        assert f"{path} is damaged" in error
+        assert f"remove {folder} by hand and make that part again" in error
     shutil.rmtree(folder)
     assert "with --part 1" in refused(capsys, *flags, "--part", 0, "--parts", 2)
     assert run(*flags, "--part", 1, "--parts", 2) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     (tmp_path / "out" / "manifest.json").unlink()  # as good as never made: everything begins again
-    (tmp_path / "out" / ".parts").mkdir()
-    (tmp_path / "out" / ".parts" / "plan.json").write_text("{")
-    assert "plan.json is damaged; remove" in refused(capsys, *flags, "--part", 0, "--parts", 2)
+    (tmp_path / "out" / "journal.json").write_text("{")
+    assert "journal.json is damaged; add --overwrite, or remove" in refused(capsys, *flags, "--part", 0, "--parts", 2)

@@ -16,9 +16,9 @@ from test_preprocessing_interrupted import Crash, crash_at, started
 from test_preprocessing_tokenize import PEAK
 
 from data.shards import ShardWriter, read_manifest
-from preprocessing import array_output, tokenize_corpus
+from preprocessing import tokenize_corpus
 from preprocessing.inputs import find_inputs
-from preprocessing.tokenize_corpus import Summary, merge_parts, tokenize_part
+from preprocessing.tokenize_corpus import Summary, merge_parts, tokenize_files
 from preprocessing.tokenize_pool import EncoderSettings
 
 
@@ -45,7 +45,7 @@ def test_a_crash_at_any_moment_changes_nothing(tokenizer_path, tmp_path, monkeyp
 
     def attempt(output: Path, first: int) -> None:
         for part in (first, 1 - first):
-            tokenize_part(files, output, encoder, part, 2, shard_size=2000, journal_seconds=0)
+            tokenize_files(files, output, encoder, part=part, parts=2, shard_size=2000, journal_seconds=0)
 
     tokenize(tmp_path / "in", tmp_path / "whole", tokenizer_path, 0.4, shard_size=2000)
     expected = contents(tmp_path / "whole")
@@ -53,7 +53,7 @@ def test_a_crash_at_any_moment_changes_nothing(tokenizer_path, tmp_path, monkeyp
     while True:
         with monkeypatch.context() as patch:
             crash_at(patch, number)
-            patch.setattr(shutil, "rmtree", lambda path, ignore_errors: remove_one_by_one(path))
+            patch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: remove_one_by_one(path))
             try:
                 attempt(output, number % 2)
                 break  # the number is beyond the last operation
@@ -67,7 +67,7 @@ def test_a_crash_at_any_moment_changes_nothing(tokenizer_path, tmp_path, monkeyp
         assert not (output / ".parts").exists()
         shutil.rmtree(output)
         number += 2  # after one operation is before the next
-    assert number > 250
+    assert number > 80
 
 
 def remove_one_by_one(folder: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_part_that_is_stopped(large, tokenizer_path, tmp_path, number, code):
     files, encoder = find_inputs([large / "in"]), EncoderSettings(tokenizer_path, validation_fraction=0.1)
     for part in (1, 0):
         assert not list(output.glob("*/manifest.json"))
-        tokenize_part(files, output, encoder, part, 2, shard_size=200_000)
+        tokenize_files(files, output, encoder, part=part, parts=2, shard_size=200_000)
     assert contents(output) == contents(large / "whole")
 
 
@@ -100,20 +100,19 @@ def make_parts(large: Path, tokenizer_path: Path, output: Path, monkeypatch: pyt
     """Complete parts that are not merged; and the arguments of merge_parts."""
     files, encoder = find_inputs([large / "in"]), EncoderSettings(tokenizer_path, validation_fraction=0.1)
     with monkeypatch.context() as patch:
-        patch.setattr(tokenize_corpus, "_merge", lambda folder, seconds: "not yet")
+        patch.setattr(tokenize_corpus, "_merge", lambda *_: "not yet")
         for part in range(3):
-            assert isinstance(tokenize_part(files, output, encoder, part, 3, shard_size=200_000), str)
+            assert isinstance(tokenize_files(files, output, encoder, part=part, parts=3, shard_size=200_000), str)
     return files, output, encoder
 
 
 @pytest.mark.slow
 def test_a_merge_that_is_stopped_goes_on(large, tokenizer_path, tmp_path, monkeypatch):
     arguments = make_parts(large, tokenizer_path, tmp_path / "out", monkeypatch)
-    monkeypatch.setattr(array_output, "MERGED_TOKENS", 10_000)
-    real, written, stops = ShardWriter.append, [], [80, 150]
+    real, written, stops = ShardWriter.append, [], [10, 14]
 
-    def interrupted(self, tokens, lengths=None):
-        real(self, tokens, lengths)
+    def interrupted(self, tokens, ends):
+        real(self, tokens, ends)
         written.append(len(tokens))
         if len(written) in stops:
             raise KeyboardInterrupt
@@ -127,20 +126,19 @@ def test_a_merge_that_is_stopped_goes_on(large, tokenizer_path, tmp_path, monkey
     assert isinstance(merge_parts(*arguments, shard_size=200_000), Summary)
     assert all(path.stat().st_mtime_ns == modified for path, modified in finished.items())
     manifests = [read_manifest(tmp_path / "out" / split) for split in ("train", "validation")]
-    assert sum(written) < sum(manifest["num_tokens"] for manifest in manifests) + 500_000  # little was written twice
+    again = len(stops) * len(manifests) * 201_000  # at most the unfinished shard of each split is written again
+    assert sum(written) < sum(manifest["num_tokens"] for manifest in manifests) + again
     assert contents(tmp_path / "out") == contents(large / "whole")
 
 
 SLEEPING = """import sys, time
 sys.path[0] = sys.argv[1]
-from preprocessing import array_output, tokenize_corpus
-def slow(folder, sources, copy=array_output._copy):
-    for number, step in enumerate(copy(folder, sources)):
-        yield
-        if number == 2:
-            print("in the middle", flush=True)
-            time.sleep(600)
-array_output._copy, array_output.MERGED_TOKENS = slow, 100_000
+from preprocessing import resumable_output, tokenize_corpus
+def slow(folder, splits, read=resumable_output.read_slices):
+    yield from read(folder, splits)
+    print("in the middle", flush=True)
+    time.sleep(600)
+resumable_output.read_slices = slow
 tokenize_corpus.main(sys.argv[2:])"""
 
 
@@ -175,7 +173,7 @@ def test_memory_of_a_merge_does_not_grow_with_the_corpus(tokenizer_path, tmp_pat
         arguments = command(tmp_path / "in", tmp_path / f"out{repeat}", tokenizer_path, "--shard_size", 10**9)
         assert tokenize_corpus.main([*arguments[2:], "--parts", "2", "--part", "1"]) == 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tokenize_corpus, "_merge", lambda folder, seconds: "not yet")
+            patch.setattr(tokenize_corpus, "_merge", lambda *_: "not yet")
             assert tokenize_corpus.main([*arguments[2:], "--parts", "2", "--part", "0"]) == 0
         code = [sys.executable, "-c", PEAK, str(ROOT), *arguments[2:], "--merge"]
         done = subprocess.run(code, capture_output=True, text=True, check=True)
