@@ -1,4 +1,4 @@
-"""Files that are whole or absent, whatever happens while they are written. Needs nothing but Python."""
+"""Atomic files: whole or absent, whatever happens while they are written. Needs nothing but Python."""
 
 from __future__ import annotations
 

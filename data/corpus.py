@@ -1,4 +1,4 @@
-"""The corpus as endless streams of tokens.
+"""Corpus and token streams: documents in shards, read as endless streams of tokens.
 
 A `Corpus` is a set of documents in shards. A `TokenStream` walks through it in a keyed pseudo-random order, a new one
 each epoch, and reads any ranges of tokens in time that does not depend on where the ranges lie. Every document is
@@ -24,15 +24,13 @@ from data.mix import CorpusError, Source, read_mix
 from data.shard_paths import find_shards
 from data.shards import Shard, ShardError, open_shard
 
-_Numbers = Callable[[np.ndarray], np.ndarray]
+_IndexMap = Callable[[np.ndarray], np.ndarray]
 _BLOCK = 16  # documents per entry of an epoch's length index: a row that is read looks at about so many
 _CHUNK = 1 << 18  # documents handled at once while an epoch's index is built
 _DROP_BYTES = 1 << 30  # release mapped pages after about so many bytes were mapped
 _FAULT_BYTES = 64 << 10  # that Linux maps around an access
 _INDICES = 4  # kept of a corpus: a range of either objective may touch the end of one epoch and the next
 OCCURRENCE_SHIFT = 46  # an origin is (times the document was used before) << 46 | position in the corpus
-
-
 _SAMPLE = -2  # purpose of the key that orders sampled sources
 
 # Set by a thread that may have to end while an index is built: then building raises IndexStopped.
@@ -40,7 +38,7 @@ stop_event: ContextVar[Event | None] = ContextVar("stop_event", default=None)
 
 
 class IndexStopped(RuntimeError):
-    """Whoever asked for an index does not want it any more."""
+    """The thread that builds an index was told to end."""
 
 
 @dataclass(frozen=True)
@@ -126,18 +124,18 @@ class Corpus:
 
     def identity(self) -> str:
         """A hash that changes when documents, their order, tokenizer, mix or document ends change; cheap."""
-        facts: dict[str, object] = {"bos": self.bos_id, "eos": self.eos_id, "order": self._order}
-        facts["sources"] = [(source.num_documents, source.repeat) for source in self.sources]
-        facts["shards"] = [(shard.num_documents, shard.tokenizer_hash, shard.content_hash) for shard in self.shards]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        content: dict[str, object] = {"bos": self.bos_id, "eos": self.eos_id, "order": self._order}
+        content["sources"] = [(source.num_documents, source.repeat) for source in self.sources]
+        content["shards"] = [(shard.num_documents, shard.tokenizer_hash, shard.content_hash) for shard in self.shards]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def first_identity(self) -> str:
-        """What runs recorded before the manifests' SHA-256 counted; sees only the ends of the shards."""
+        """The identity in checkpoints from before the manifests' SHA-256 counted; sees only the ends of the shards."""
         digest = hashlib.sha256()
-        facts: dict[str, object] = {"bos": self.bos_id, "eos": self.eos_id, "order": self._order}
-        facts["sources"] = [(source.num_documents, source.uses_before(1)) for source in self.sources]
-        facts["shards"] = [(s.num_documents, s.num_tokens, s.dtype.name, s.tokenizer_hash) for s in self.shards]
-        digest.update(json.dumps(facts, sort_keys=True).encode())
+        content: dict[str, object] = {"bos": self.bos_id, "eos": self.eos_id, "order": self._order}
+        content["sources"] = [(source.num_documents, source.uses_before(1)) for source in self.sources]
+        content["shards"] = [(s.num_documents, s.num_tokens, s.dtype.name, s.tokenizer_hash) for s in self.shards]
+        digest.update(json.dumps(content, sort_keys=True).encode())
         for shard in self.shards:
             # Sizes alone would not notice a re-tokenised text of equal length: sample the ends of the token array.
             digest.update(np.ascontiguousarray(shard.tokens[:4096]).tobytes())
@@ -232,18 +230,18 @@ class Corpus:
         ends = self.block_ends(source.num_documents, lambda index: source.first_document + index, permutation.inverse)
         return _Sample(permutation, ends)
 
-    def block_ends(self, count: int, documents: _Numbers, places: _Numbers, extra: int = 0) -> np.ndarray:
-        """Tokens up to the end of each block of _BLOCK places, int64 [blocks], `extra` added to every document.
+    def block_ends(self, count: int, documents: _IndexMap, order: _IndexMap, extra: int = 0) -> np.ndarray:
+        """Tokens up to the end of each block of _BLOCK documents in an order, `extra` added for each: int64 [blocks].
 
-        documents, places: from 0 .. count-1, in pieces, to the documents and to where in the order they are. Fast where
-        these documents follow each other as stored. Raises IndexStopped.
+        documents, order: functions from 0 .. count-1, in pieces, to the documents and to their index in the order. Fast
+        where these documents follow each other as stored. Raises IndexStopped.
         """
         sums, stop = np.zeros(-(-count // _BLOCK), np.int64), stop_event.get()
         for start in range(0, count, _CHUNK):
             if stop is not None and stop.is_set():
                 raise IndexStopped
             index = np.arange(start, min(start + _CHUNK, count))
-            np.add.at(sums, places(index) // _BLOCK, self._spans(documents(index))[1] + extra)
+            np.add.at(sums, order(index) // _BLOCK, self._spans(documents(index))[1] + extra)
         return np.cumsum(sums)
 
     def epoch_of(self, position: int) -> int:
@@ -293,9 +291,9 @@ class TokenStream:
         corpus, count = self.corpus, self.corpus.documents_in(epoch)
         permutation = Permutation(fold(self._key or 0, epoch), count)
         # In the order of the slots, which is that of the shards: only the sums are looked up here and there.
-        places = permutation.inverse if self._key is not None else lambda slots: slots
+        order = permutation.inverse if self._key is not None else lambda slots: slots
         ends = corpus.block_ends(
-            count, lambda slots: corpus.documents_of(epoch, slots)[0], places, corpus.specials_per_document
+            count, lambda slots: corpus.documents_of(epoch, slots)[0], order, corpus.specials_per_document
         )
         return EpochIndex(permutation, ends)
 
@@ -306,26 +304,26 @@ class TokenStream:
         uses << OCCURRENCE_SHIFT | its position in the corpus, where `uses` counts earlier appearances of its document
         in this stream; 0 for the `<s>` and `</s>` that the stream adds.
         """
-        tokens, places = [], []
+        tokens, found_origins = [], []
         while count > 0:
             epoch = self.corpus.epoch_of(position)
             begin, end = self.corpus.tokens_before_epoch(epoch), self.corpus.tokens_before_epoch(epoch + 1)
             take = min(count, end - position)
             part, part_origins = self._read_epoch(epoch, np.array([position - begin]), take, origins)
             tokens.append(part[0])
-            places.append(None if part_origins is None else part_origins[0])
+            found_origins.append(None if part_origins is None else part_origins[0])
             position += take
             count -= take
         if len(tokens) == 1:
-            return tokens[0], places[0]
-        return np.concatenate(tokens), np.concatenate(places) if origins else None
+            return tokens[0], found_origins[0]
+        return np.concatenate(tokens), np.concatenate(found_origins) if origins else None
 
     def read_rows(
         self, positions: np.ndarray, count: int, *, origins: bool = False
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """`read` of `count` tokens at each of `positions`, int64 [n]: tokens int32 [n, count], origins or None."""
         tokens = np.empty((len(positions), count), np.int32)
-        places = np.empty((len(positions), count), np.int64) if origins else None
+        all_origins = np.empty((len(positions), count), np.int64) if origins else None
         left = np.arange(len(positions))
         while len(left):
             epoch = self.corpus.epoch_of(int(positions[left[0]]))
@@ -334,48 +332,52 @@ class TokenStream:
             rows, left = left[here], left[~here]
             inside = positions[rows] + count <= end
             for row in rows[~inside]:  # at most a few: the last row of an epoch goes on in the next
-                found, found_places = self.read(int(positions[row]), count, origins=origins)
+                found, found_origins = self.read(int(positions[row]), count, origins=origins)
                 tokens[row] = found
-                if places is not None and found_places is not None:
-                    places[row] = found_places
+                if all_origins is not None and found_origins is not None:
+                    all_origins[row] = found_origins
             rows = rows[inside]
             if len(rows):
-                tokens[rows], found_places = self._read_epoch(epoch, positions[rows] - begin, count, origins)
-                if places is not None and found_places is not None:
-                    places[rows] = found_places
-        return tokens, places
+                tokens[rows], found_origins = self._read_epoch(epoch, positions[rows] - begin, count, origins)
+                if all_origins is not None and found_origins is not None:
+                    all_origins[rows] = found_origins
+        return tokens, all_origins
 
     def _read_epoch(self, epoch: int, begins: np.ndarray, count: int, want_origins: bool):
-        """`read_rows` for ranges that lie within one epoch; `begins` [n] count from the epoch's first token."""
+        """`read_rows` for ranges that lie within one epoch; `begins` [n] count from the epoch's first token.
+
+        In the comments: n ranges, B blocks of the index, D documents in them, P pairs of a range and a document."""
         corpus, index = self.corpus, self._index(epoch)
-        # Documents of every block of the index that a range touches, in the order of the epoch.
-        first_blocks = np.searchsorted(index.block_ends, begins, side="right")
+        # All documents of every block that a range touches, in the order of the epoch. The index knows the ends of
+        # blocks alone, so the lengths of these D documents are looked up and added up below.
+        first_blocks = np.searchsorted(index.block_ends, begins, side="right")  # [n]
         last_blocks = np.searchsorted(index.block_ends, begins + count, side="left")
-        blocks = np.unique(_ranges(first_blocks, last_blocks - first_blocks + 1))
-        places = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
+        blocks = np.unique(_ranges(first_blocks, last_blocks - first_blocks + 1))  # [B], ascending, perhaps with gaps
+        order = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()  # [D] indices of documents in the epoch
         if (blocks[-1] + 1) * _BLOCK > index.permutation.size:  # the last block may be cut short
-            places = places[places < index.permutation.size]
-        documents, uses = corpus.documents_of(epoch, self._order(index.permutation, places))
-        starts, lengths = corpus._spans(documents)
+            order = order[order < index.permutation.size]
+        documents, uses = corpus.documents_of(epoch, self._order(index.permutation, order))
+        starts, lengths = corpus._spans(documents)  # [D]
         wrapped = lengths + corpus.specials_per_document
-        firsts = np.arange(len(blocks)) * _BLOCK  # of each block in `places`
+        firsts = np.arange(len(blocks)) * _BLOCK  # of each block, in `order`
         before = np.cumsum(wrapped) - wrapped  # tokens of the documents in front, blocks without gaps between them
-        skipped = np.where(blocks > 0, index.block_ends[blocks - 1], 0) - before[firsts]
-        ends = before + wrapped + np.repeat(skipped, np.diff(firsts, append=len(places)))
+        skipped = np.where(blocks > 0, index.block_ends[blocks - 1], 0) - before[firsts]  # [B] tokens in the gaps
+        ends = before + wrapped + np.repeat(skipped, np.diff(firsts, append=len(order)))  # [D] in the epoch
 
         # Pairs of a range and a document that overlap, in the order of the output.
-        low = np.searchsorted(ends, begins, side="right")
+        low = np.searchsorted(ends, begins, side="right")  # [n] first document that ends behind the range's beginning
         overlapping = np.searchsorted(ends, begins + count, side="left") + 1 - low
-        document = _ranges(low, overlapping)
-        row = np.repeat(np.arange(len(begins)), overlapping)
-        opens = (ends - wrapped)[document] - begins[row]  # offset of the <s> in its row; the first may be negative
-        closes = ends[document] - begins[row] - 1
+        document = _ranges(low, overlapping)  # [P] into `documents`
+        row = np.repeat(np.arange(len(begins)), overlapping)  # [P]
+        opens = (ends - wrapped)[document] - begins[row]  # [P] column of the <s>; negative where it lies before the row
+        closes = ends[document] - begins[row] - 1  # [P] column of its last token; behind the row from `count` on
 
-        # What lies between the special tokens: where it goes, where it is stored, how long it is.
+        # Stored tokens lie behind `opens` and, where there is a </s>, before `closes`: the columns [after_bos, until)
+        # of a row. A pair without any, such as of an empty document, is left out of what is read.
         after_bos, until = np.maximum(opens + 1, 0), np.minimum(closes + (corpus.eos_id is None), count)
         some = np.flatnonzero(until > after_bos)
-        targets, lengths = (row * count + after_bos)[some], (until - after_bos)[some]
-        sources = (starts[document] - opens - 1 + after_bos)[some]
+        targets, lengths = (row * count + after_bos)[some], (until - after_bos)[some]  # in the flat output
+        sources = (starts[document] - opens - 1 + after_bos)[some]  # in the concatenation of all shards
         tokens = np.empty(len(begins) * count, np.int32)
         corpus._read(tokens, targets, sources, lengths)
         corpus.count_mapped(len(document), len(tokens))
@@ -393,11 +395,11 @@ class TokenStream:
 def _refuse_twice(path: str | Path, shards: list[Shard]) -> None:
     """Refuse a shard that is taken twice, and one whose copy in another folder is taken. Raises CorpusError."""
     real = [shard.path.resolve() for shard in shards]
-    several, seen = len({place.parent for place in real}) > 1, {}
-    for shard, place in zip(shards, real, strict=True):
-        for key in (place, shard.content_hash) if several else (place,):
-            other, folder = seen.setdefault(key, (shard, place.parent))
-            if other is not shard and (key == place or folder != place.parent):
+    several, seen = len({file.parent for file in real}) > 1, {}
+    for shard, file in zip(shards, real, strict=True):
+        for key in (file, shard.content_hash) if several else (file,):
+            other, folder = seen.setdefault(key, (shard, file.parent))
+            if other is not shard and (key == file or folder != file.parent):
                 what = (
                     f"{shard.path} twice" if other.path == shard.path else f"one shard as {other.path} and {shard.path}"
                 )

@@ -83,8 +83,9 @@ class Permutation:
 
     def _encrypt(self, index: np.ndarray) -> np.ndarray:
         a, b = np.uint64(self._a), np.uint64(self._b)
-        right, left = np.divmod(index, a)
+        right, left = np.divmod(index, a)  # left in Z_a, right in Z_b
         for i in range(self._ROUNDS):
+            # Adding a function of the other half modulo a or b can be undone, whatever the function is.
             left = left + self._round(self._keys[2 * i], right, self._a)
             left = np.where(left >= a, left - a, left)
             right = right + self._round(self._keys[2 * i + 1], left, self._b)
@@ -102,6 +103,7 @@ class Permutation:
         return right * a + left
 
     def _walk(self, step: Callable[[np.ndarray], np.ndarray], index: np.ndarray) -> np.ndarray:
+        """Cycle walking: `step` again where it leaves 0 .. size-1, as at most about one value in sqrt(size) does."""
         out = step(np.asarray(index).astype(np.uint64))
         outside = np.flatnonzero(out >= self.size)
         while outside.size:

@@ -1,4 +1,4 @@
-"""Batches ahead of the device: a background thread reads and packs the rows of the coming steps.
+"""Data loader, batches ahead of the device: a background thread reads and packs the rows of the coming steps.
 
 Only token ids, row keys and counts travel to the device; masks and document boundaries are computed there (masking.py).
 """
@@ -29,7 +29,7 @@ TENSORS, _COUNTS = ("tokens", "row_keys", "causal", "mask_counts", "origins"), (
 class RowBatch:
     """R rows of T tokens. Tensors lie on the CPU until `to` moves them; the counts are known on the host at once.
 
-    tokens: int32 [R, T+1] (see masking.py), `<s>` in the first place with MaskingOptions.row_start. row_keys: int64
+    tokens: int32 [R, T+1] (see masking.py), `<s>` in the first column with MaskingOptions.row_start. row_keys: int64
     [R]. causal: bool [R]. mask_counts: int64 [R]. origins: int64 [R, T+1] or None. On the host, of each row by
     objective, int64 [2, R]: targets, and documents, as many as the row touches or more, none for the other objective.
     """
@@ -72,7 +72,7 @@ class RowBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A rank's share of global batch `plan.step`; `rows` counts its rows by objective as `targets` does its targets."""
+    """A rank's rows of global batch `plan.step`; `rows` counts its rows by objective as `targets` does its targets."""
 
     plan: StepPlan
     batch: RowBatch
@@ -88,7 +88,7 @@ class StepBatch:
         batch, size = self.batch.to(device), self.rows_per_micro_batch
         cuts = [*range(0, len(batch), size), len(batch)]
         if len(cuts) > 2 and len(batch) % size == 1 and size > 2:
-            cuts[-2] -= 1  # torch.compile makes a kind of its own of a single row
+            cuts[-2] -= 1  # torch.compile would specialise on a single row
         for begin, end in pairwise(cuts):
             yield batch.slice(begin, end)
 
@@ -101,7 +101,7 @@ def micro_batch_rows(local_batch_size: int, seq_length: int, row_length: int) ->
 def _pack(tokens, keys, objective: int, mask_p: float, options: MaskingOptions, origins) -> RowBatch:
     """Rows of one objective (tokens [R, T+1], keys [R], origins [R, T+1] or None) with their target counts.
 
-    Writes `<s>` into the rows' first place, which no row owns.
+    Writes `<s>` into the rows' first column, which no row owns.
     """
     if options.row_start:
         tokens[:, 0] = options.bos_id
@@ -132,21 +132,21 @@ class BatchBuilder:
         self._streams = [TokenStream(corpus, key) for key in keys]
         self._orders = [RowShuffle(corpus, key, plan.spans(objective)) for objective, key in enumerate(keys)]
 
-    def rows(self, step: StepPlan, share: RowRange) -> RowBatch:
+    def rows(self, step: StepPlan, wanted: RowRange) -> RowBatch:
         """The rows of one objective."""
-        first = step.position[share.objective] + share.first * step.seq_length
-        positions = self._orders[share.objective].positions(first, len(share))
+        first = step.position[wanted.objective] + wanted.first * step.seq_length
+        positions = self._orders[wanted.objective].positions(first, len(wanted))
         # With the first token of the row that follows in the stream, which is the last target.
-        tokens, origins = self._streams[share.objective].read_rows(
+        tokens, origins = self._streams[wanted.objective].read_rows(
             positions, step.seq_length + 1, origins=self.options.even
         )
-        keys = self.plan.row_keys(share.objective, positions)
-        return _pack(tokens, keys, share.objective, step.mask_p, self.options, origins)
+        keys = self.plan.row_keys(wanted.objective, positions)
+        return _pack(tokens, keys, wanted.objective, step.mask_p, self.options, origins)
 
     def step(self, step: int, rank: int, world_size: int, split: str, local_batch_size: int) -> StepBatch:
         """The rows of `rank` in global batch `step`."""
         plan = self.plan.step(step)
-        parts = [self.rows(plan, share) for share in rows_of_rank(plan, rank, world_size, split)]
+        parts = [self.rows(plan, wanted) for wanted in rows_of_rank(plan, rank, world_size, split)]
         per_micro_batch = micro_batch_rows(local_batch_size, self.plan.seq_length, plan.seq_length)
         return StepBatch(plan, parts[0] if len(parts) == 1 else _concatenate(parts), per_micro_batch)
 
@@ -155,11 +155,11 @@ class BatchBuilder:
     ) -> StepBatch:
         """What `step` gives for the rows of `rank`, in shape alone: made of the tokens of `batch`, reading nothing."""
         plan, parts = self.plan.step(step), []
-        for share in rows_of_rank(plan, rank, world_size, split):
-            shape = (len(share), plan.seq_length + 1)
+        for wanted in rows_of_rank(plan, rank, world_size, split):
+            shape = (len(wanted), plan.seq_length + 1)
             origins = None if batch.origins is None else np.resize(batch.origins.numpy(), shape)
-            tokens, keys = np.resize(batch.tokens.numpy(), shape), np.resize(batch.row_keys.numpy(), len(share))
-            parts.append(_pack(tokens, keys, share.objective, plan.mask_p, self.options, origins))
+            tokens, keys = np.resize(batch.tokens.numpy(), shape), np.resize(batch.row_keys.numpy(), len(wanted))
+            parts.append(_pack(tokens, keys, wanted.objective, plan.mask_p, self.options, origins))
         per_micro_batch = micro_batch_rows(local_batch_size, self.plan.seq_length, plan.seq_length)
         return StepBatch(plan, parts[0] if len(parts) == 1 else _concatenate(parts), per_micro_batch)
 
@@ -260,9 +260,9 @@ class Loader:
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """All rows of a held-out corpus in stored order, with the masks fixed for good.
+    """All rows of a held-out corpus in stored order, with masks that are always the same.
 
-    corpus: the documents. seq_length: tokens per row. mask_p: masked share. rows: how many of the set's rows to use,
+    corpus: the documents. seq_length: tokens per row. mask_p: masked fraction. rows: how many of the set's rows to use,
     spread evenly over it; None uses all.
     """
 

@@ -24,17 +24,18 @@ from data.corpus import OCCURRENCE_SHIFT
 from data.counter_rng import fold_numpy, fold_torch, logical_right_shift, signed
 
 IGNORE_INDEX = -100
-PADDING = -1  # token id of places behind the end of a validation stream
+PADDING = -1  # token id behind the end of a validation stream
 
-# What a random number of a row is for.
-_COUNT, _PHASE, _LAYOUT, _RANK, _ACTION, _RANDOM_TOKEN, _FACTOR, _OFFSET = range(101, 109)
+# What a random number of a row is for; part of its key.
+_COUNT, _PHASE, _PATTERN, _PRIORITY, _ACTION, _RANDOM_TOKEN, _FACTOR, _OFFSET = range(101, 109)
 
-# Spans are laid out in blocks of six tokens, each an arrangement of one span of 1, one of 2 and one of 3 tokens: all
-# three lengths are equally frequent, and the span of a token is found from its position alone.
+# Tokens are divided into blocks of six, each with one span of 1, one of 2 and one of 3 tokens in random order: the
+# lengths are equally frequent, and the span of a token is found from its position alone.
 _BLOCK = 6
-_LAYOUTS = torch.tensor([[i for i, length in enumerate(p) for _ in range(length)] for p in permutations((1, 2, 3))])
+# [6 orders, 6 tokens]: which of the block's three spans a token belongs to. Spans of 2, 1 and 3 tokens: 0 0 1 2 2 2
+_PATTERNS = torch.tensor([[i for i, length in enumerate(p) for _ in range(length)] for p in permutations((1, 2, 3))])
 
-_UNIFORM_BITS = 40  # resolution of the number by which spans are ranked; the rest of an int64 breaks ties by position
+_UNIFORM_BITS = 40  # resolution of a span's priority; the rest of an int64 breaks ties by position
 _STRATA = 23  # a prime; so many spans are about 46 tokens
 _GOLDEN_STEP = round((5**0.5 - 1) / 2 * (1 << _UNIFORM_BITS))
 
@@ -128,15 +129,14 @@ def _scaled(bits: torch.Tensor, bits_count: int, size: int) -> torch.Tensor:
 
 
 @cache
-def _layouts(device: torch.device) -> torch.Tensor:
-    """_LAYOUTS on a device, copied once: a copy from ordinary memory waits for the device."""
-    return _LAYOUTS.to(device)
+def _patterns(device: torch.device) -> torch.Tensor:
+    """_PATTERNS on a device, copied once: a copy from pageable memory synchronises with the device."""
+    return _PATTERNS.to(device)
 
 
 def _select(maskable, row_keys, mask_counts, origins, options) -> tuple[torch.Tensor, torch.Tensor]:
     """Which owned tokens are masked (bool [B, T]), and a number naming the span of each token (int64 [B, T])."""
-    length = maskable.shape[1]
-    place = torch.arange(length, device=maskable.device)
+    column = torch.arange(maskable.shape[1], device=maskable.device)
     keys = row_keys[:, None]
     if options.even:
         if origins is None:
@@ -148,33 +148,36 @@ def _select(maskable, row_keys, mask_counts, origins, options) -> tuple[torch.Te
         uses = origins >> OCCURRENCE_SHIFT
         key = torch.full_like(keys, signed(options.seed))
     else:
-        position, uses = place + _scaled(_bits(keys, _PHASE, 32), 32, _BLOCK), 0
+        # Blocks begin at a random place of each row, so that no column is more often the beginning of a span.
+        position, uses = column + _scaled(_bits(keys, _PHASE, 32), 32, _BLOCK), 0
         key = keys
     block = torch.div(position, _BLOCK, rounding_mode="floor")
-    layout = _scaled(_bits(fold_torch(key, _LAYOUT), block, 32), 32, len(_LAYOUTS))
-    span = block * 3 + _layouts(maskable.device)[layout, position - block * _BLOCK]
-    rank = _bits(fold_torch(key, _RANK), span, _UNIFORM_BITS)
+    pattern = _scaled(_bits(fold_torch(key, _PATTERN), block, 32), 32, len(_PATTERNS))
+    span = block * 3 + _patterns(maskable.device)[pattern, position - block * _BLOCK]
+    priority = _bits(fold_torch(key, _PRIORITY), span, _UNIFORM_BITS)
     if options.even:
-        rank = (_stratified(rank, span, key) + uses * _GOLDEN_STEP) & ((1 << _UNIFORM_BITS) - 1)
+        priority = (_stratified(priority, span, key) + uses * _GOLDEN_STEP) & ((1 << _UNIFORM_BITS) - 1)
 
-    # Order tokens by (rank of their span, place) and take the first mask_counts of each row.
-    order = (rank << (63 - _UNIFORM_BITS)) + place
+    # Order tokens by (priority of their span, column) and take the first mask_counts of each row. The threshold is the
+    # last that is taken: a sort and a gather, where a loop over rows would synchronise with the host.
+    order = (priority << (63 - _UNIFORM_BITS)) + column
     order = order.masked_fill(~maskable, torch.iinfo(torch.int64).max)
     threshold = order.sort(dim=1).values.gather(1, (mask_counts - 1).clamp(min=0)[:, None])
     return (order <= threshold) & maskable & (mask_counts > 0)[:, None], span
 
 
-def _stratified(rank: torch.Tensor, span: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Random numbers of `_STRATA` consecutive spans, one in each of as many equal parts of the range.
+def _stratified(priority: torch.Tensor, span: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Stratified sampling: of `_STRATA` consecutive spans, each gets a priority in another of as many equal strata.
 
-    Then any stretch of text has about the same share of spans below p, so that a row's threshold hardly moves and the
-    spans that are masked are those whose numbers say so. Parts go to spans by a random affine map modulo a prime.
+    Then any stretch of text has about the same fraction of spans below p, so that a row's threshold hardly moves and
+    the spans that are masked are those whose priorities say so. All arguments int64, [B, T], [B, T] and [B, 1].
     """
     group = torch.div(span, _STRATA, rounding_mode="floor")
     factor = 1 + _scaled(_bits(fold_torch(key, _FACTOR), group, 32), 32, _STRATA - 1)
     offset = _scaled(_bits(fold_torch(key, _OFFSET), group, 32), 32, _STRATA)
-    part = (factor * (span - group * _STRATA) + offset) % _STRATA
-    return ((part << _UNIFORM_BITS) + rank) // _STRATA
+    # A random affine map with a factor that is not 0 permutes 0 .. _STRATA - 1, because that is a prime.
+    stratum = (factor * (span - group * _STRATA) + offset) % _STRATA
+    return ((stratum << _UNIFORM_BITS) + priority) // _STRATA  # uniform within the stratum, 40 bits again
 
 
 def _replacements(owned, row_keys, span, options) -> torch.Tensor:
@@ -183,9 +186,9 @@ def _replacements(owned, row_keys, span, options) -> torch.Tensor:
     draw = _bits(fold_torch(keys, _ACTION), span, 31)
     is_random = draw < round(options.random_p * 2**31)
     is_kept = ~is_random & (draw < round((options.random_p + options.keep_p) * 2**31))
-    place = torch.arange(owned.shape[1], device=owned.device)
+    column = torch.arange(owned.shape[1], device=owned.device)
     words = options.vocab_size - options.n_special_tokens
-    random_ids = options.n_special_tokens + _scaled(_bits(fold_torch(keys, _RANDOM_TOKEN), place, 32), 32, words)
+    random_ids = options.n_special_tokens + _scaled(_bits(fold_torch(keys, _RANDOM_TOKEN), column, 32), 32, words)
     shown = torch.where(is_random, random_ids, torch.full_like(owned, options.mask_id))
     return torch.where(is_kept, owned, shown)
 
@@ -196,8 +199,8 @@ def fingerprint(inputs: ModelInputs, row_numbers: torch.Tensor) -> torch.Tensor:
     Covers tokens, labels, document ids and objective of each row, keyed by `row_numbers` (int64 [B], the row's key),
     so that neither the order of rows nor their distribution over ranks changes the sum.
     """
-    place = torch.arange(inputs.input_ids.shape[1], device=inputs.input_ids.device)
-    value = fold_torch(row_numbers[:, None], place)
+    column = torch.arange(inputs.input_ids.shape[1], device=inputs.input_ids.device)
+    value = fold_torch(row_numbers[:, None], column)
     for part in (inputs.input_ids, inputs.labels, inputs.document_ids, inputs.causal[:, None].long()):
         value = fold_torch(value, part)
     return value.sum()

@@ -1,4 +1,4 @@
-"""Mixes of sources: which there are, and how often each document is used."""
+"""Data mixes: sources, and how often each of their documents is used."""
 
 from __future__ import annotations
 

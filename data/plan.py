@@ -1,4 +1,4 @@
-"""What is in global batch `step`: pure functions of the run's configuration, the same on any hardware.
+"""Data plan, what is in global batch `step`: pure functions of the run's configuration, the same on any hardware.
 
 A run trains on rows, numbered from 0 in the order in which they are used. Row n is masked or causal by exact integer
 rounding of the hybrid ratio, and each objective reads its own token stream to the end, so that prefix sums over the
@@ -43,7 +43,7 @@ def length_factor_at(step: int, max_steps: int, milestones: tuple[float, ...]) -
 
 
 def mask_probability_at(step: int, max_steps: int, start: float, end: float) -> float:
-    """Share of tokens that are masked at `step`: linear from `start` to `end`."""
+    """Fraction of tokens that are masked at `step`: linear from `start` to `end`."""
     return start + (end - start) * (step / max_steps)
 
 
@@ -53,7 +53,7 @@ class StepPlan:
 
     seq_length: tokens per row. rows: rows in the batch. first_row: number of its first row in the run.
     masked_rows: masked rows among them; the others are causal.
-    position: for each objective, the place of its first row in its stream's row order (data/row_shuffle.py), in tokens.
+    position: for each objective, where its first row is in its stream's row order (data/row_shuffle.py), in tokens.
     ratio, ratio_carry: row i of the batch is masked where floor((ratio_carry + (i+1)*ratio) / denominator) exceeds
         floor((ratio_carry + i*ratio) / denominator).
     """
@@ -97,7 +97,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """The data schedule of a run. Units: rows, tokens, optimizer steps; `milestones` are shares of max_steps."""
+    """The data schedule of a run. Units: rows, tokens, optimizer steps; `milestones` are fractions of max_steps."""
 
     max_steps: int
     seq_length: int
@@ -147,7 +147,7 @@ class DataPlan:
         return self.hybrid_numerator_end in (None, self.hybrid_numerator)
 
     def _ratio(self, step: int) -> int:
-        """Share of masked rows at `step` in units of 1 / _denominator."""
+        """Fraction of masked rows at `step` in units of 1 / _denominator."""
         if self.hybrid_numerator_end is None or self._constant_ratio:
             return self.hybrid_numerator
         return self.hybrid_numerator * (self.max_steps - step) + self.hybrid_numerator_end * step
@@ -247,11 +247,11 @@ def rows_of_rank(plan: StepPlan, rank: int, world_size: int, split: str) -> list
     if split == "ranks":
         masked_ranks = world_size * plan.ratio // plan.denominator
         if rank < masked_ranks:
-            shares = [RowRange(MASKED, *_slice(plan.masked_rows, rank, masked_ranks))]
+            ranges = [RowRange(MASKED, *_slice(plan.masked_rows, rank, masked_ranks))]
         else:
-            shares = [RowRange(CAUSAL, *_slice(causal_rows, rank - masked_ranks, world_size - masked_ranks))]
+            ranges = [RowRange(CAUSAL, *_slice(causal_rows, rank - masked_ranks, world_size - masked_ranks))]
     else:
         begin, end = _slice(plan.rows, rank, world_size)
         masked = plan.masked_among(begin), plan.masked_among(end)
-        shares = [RowRange(MASKED, *masked), RowRange(CAUSAL, begin - masked[0], end - masked[1])]
-    return [share for share in shares if len(share)]
+        ranges = [RowRange(MASKED, *masked), RowRange(CAUSAL, begin - masked[0], end - masked[1])]
+    return [found for found in ranges if len(found)]

@@ -1,4 +1,4 @@
-"""In which order the rows of a stream are used.
+"""Row shuffle: the order in which the rows of a stream are used.
 
 A stream goes through the documents in a random order, but a document may be a book: consecutive rows come from one
 text, and a whole batch may. Batches are to be samples of the corpus, so the rows of each stretch of the stream are
@@ -32,14 +32,17 @@ class RowShuffle:
         """
         if not count:
             return np.empty(0, np.int64)
+        # The part of the stream with these rows, [begin, end) in tokens, and the rows' numbers within it.
         begin, end, length = self._spans[bisect_right(self._spans, first, key=lambda span: span[0]) - 1]
         row = first_row = (first - begin) // length
         end_row, found = first_row + count, []
         while row < end_row:
             epoch = self._corpus.epoch_of(begin + row * length)
-            # The stretch: rows that begin in this epoch.
+            # The stretch: rows [low, high) that begin in this epoch. -(-a // b) rounds up: the row that begins in the
+            # epoch before and ends in this one belongs to that.
             bounds = [self._corpus.tokens_before_epoch(epoch + i) - begin for i in (0, 1)]
             low, high = max(0, -(-bounds[0] // length)), -(-min(bounds[1], end - begin) // length)
+            # Keyed by `begin` too: where the row length changes in the middle of an epoch, that has two stretches.
             permutation = Permutation(fold(fold(self._key, epoch), begin), high - low)
             until = min(high, end_row)
             found.append(low + permutation(np.arange(row - low, until - low)))

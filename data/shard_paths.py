@@ -1,4 +1,4 @@
-"""Which shards a path on the command line or in a mix file names: whole folders, single shards and globs of either."""
+"""Shard paths: the shards that a path on the command line or in a mix file names: folders, single shards and globs."""
 
 from __future__ import annotations
 

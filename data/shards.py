@@ -113,8 +113,8 @@ class Shard:
                 digest.update(file.read())
             else:
                 for begin, end in ((0, offsets), (offsets, size)):
-                    for place in np.linspace(begin, max(begin, end - _STRETCH), _STRETCHES).astype(int):
-                        digest.update(os.pread(file.fileno(), _STRETCH, place))
+                    for offset in np.linspace(begin, max(begin, end - _STRETCH), _STRETCHES).astype(int):
+                        digest.update(os.pread(file.fileno(), _STRETCH, offset))
         return digest.hexdigest()
 
     @cached_property
