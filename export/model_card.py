@@ -9,16 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from training.checkpoint import Checkpoint
+from training.config import FIELDS
 from training.metric_logger import read_metrics
 
-# Flags that say where files lie or how a run is kept and watched, and nothing about the model.
-_PRIVATE = (
-    "train_path", "valid_path", "config_file", "tokenizer_path", "output_dir", "name", "resume", "checkpoint_filename",
-    "initial_weights", "wandb_project", "wandb_entity", "wandb_mode", "requeue", "max_restarts", "time_limit_margin",
-    "collective_timeout", "device", "compile", "keep_last", "save_every", "save_steps", "log_stats_every",
-    "data_fingerprint", "validate_every", "validation_steps", "evaluate_every", "evaluate_data", "evaluate_mode",
-    "local_batch_size", "hybrid_split", "check_ranks_every", "step_timeout",
-)  # fmt: skip
 _MOST_RESULTS = 60
 
 
@@ -168,7 +161,8 @@ def _training(records: Records) -> str:
         lines.append(f"- Software: {', '.join(f'{key} {value}' for key, value in versions.items())}.")
     if records.run.get("git_commit"):
         lines.append(f"- Code: commit `{records.run['git_commit']}`.")
-    rows = [(key, json.dumps(value)) for key, value in flags.items() if key not in _PRIVATE]
+    # Flags that a resumed run may change say where files lie or how a run is watched, and nothing about the model.
+    rows = [(key, json.dumps(value)) for key, value in flags.items() if key in FIELDS and FIELDS[key].metadata["fixed"]]
     return "\n".join(lines) + "\n\n" + _table(("hyperparameter", "value"), rows)
 
 

@@ -11,7 +11,6 @@ from slurm.sweep import Axis, SweepError, combinations, safe_name
 from training.config import FIELDS, TrainingConfig, parse_config
 
 DESCRIPTION = "Hybrid masked/causal pretraining in a job of slurm/launch.py; these flags stand after --."
-_FILE_FLAGS = ("train_path", "valid_path", "config_file", "tokenizer_path", "output_dir", "initial_weights")
 _LONGEST_NAME = 200  # of a run folder; file systems take 255 bytes
 
 
@@ -31,9 +30,10 @@ def to_arguments(config: TrainingConfig) -> list[str]:
 
 def with_absolute_paths(config: TrainingConfig, folder: Path) -> TrainingConfig:
     """`config` with its paths, which are relative to `folder`, meaning the same from anywhere."""
-    names = [*_FILE_FLAGS, "checkpoint_filename", *(["resume"] if config.resume not in ("auto", "never") else [])]
-    changed = {name: str(folder / getattr(config, name)) for name in names if getattr(config, name)}
-    return dataclasses.replace(config, **changed)
+    paths = {name: getattr(config, name) for name, spec in FIELDS.items() if spec.metadata["path"]}
+    if config.resume in ("auto", "never"):
+        del paths["resume"]
+    return dataclasses.replace(config, **{name: str(folder / path) for name, path in paths.items() if path})
 
 
 def is_list(flag: str) -> bool:
@@ -43,7 +43,7 @@ def is_list(flag: str) -> bool:
 
 def _override(flag: str, value: str) -> str:
     """A swept value as an argument."""
-    if flag in FIELDS and (FIELDS[flag].metadata["kind"] is bool or isinstance(FIELDS[flag].default, bool)):
+    if flag in FIELDS and FIELDS[flag].metadata["kind"] is bool:
         if value.lower() not in ("true", "false"):
             raise SweepError(f"--sweep {flag}={value}: the values of this flag are true and false")
         return f"--{flag}" if value.lower() == "true" else f"--no-{flag}"

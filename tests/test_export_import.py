@@ -18,6 +18,7 @@ from data.shards import tokenizer_hash
 from evaluation import fill_mask, generate
 from export import from_huggingface, to_huggingface
 from training.checkpoint import CheckpointError, load_model, locate
+from training.config import FIELDS
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -117,6 +118,9 @@ def test_model_card_tells_the_run(trained, tmp_path):
         "| minimal pairs: blimp, fused | 71.2 % |", "Training closed no document", 'from_pretrained("out"',
     ):  # fmt: skip
         assert part in card
+    table = card.split("| hyperparameter | value |")[1].split("\n\n")[0]
+    listed = {line.split()[1] for line in table.splitlines()[2:]}
+    assert listed == {name for name, spec in FIELDS.items() if spec.metadata["fixed"]}
     assert str(trained) not in card  # nobody's folders
     assert "ema" not in card.split("## Results")[1]
     assert to_huggingface.main([str(run), str(tmp_path / "ema"), "--ema"]) == 0

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.reference import VARIABLE, reference_parts
-from training.config import ConfigError
+from training.config import FIELDS, ConfigError
 from training.distributed import World
 from training.errors import HardwareError
 from training.inputs import Inputs
@@ -37,21 +37,9 @@ _PARTS = ("weights", "average", "moments")
 _ROOT = Path(__file__).resolve().parent.parent
 # Sources that a training run imports.
 _CODE = ("train_*.py", "model*.py", "data/*.py", "ops/*.py", "ops/cuda/*", "training/*.py", "evaluation/*.py")
-# Flags and variables that are paths, which may differ from host to host: what is read there is compared instead.
-# Only rank 0 looks for a checkpoint and writes the run folder, and all ranks start from its weights.
-_PATHS = {
-    "train_path",
-    "valid_path",
-    "config_file",
-    "tokenizer_path",
-    "evaluate_data",
-    "initial_weights",
-    "output_dir",
-    "spare_checkpoint_dir",
-    "resume",
-    "checkpoint_filename",
-    "HYBRID_KERNEL_CACHE",
-}
+# Paths may differ from host to host: what is read there is compared instead. Only rank 0 looks for a checkpoint and
+# writes the run folder, and all ranks start from its weights.
+_PATHS = {name for name, spec in FIELDS.items() if spec.metadata["path"]} | {"HYBRID_KERNEL_CACHE"}
 
 
 def check_same_run(inputs: Inputs, world: World, evaluate_data: str) -> None:

@@ -1,0 +1,374 @@
+"""Flags of the training scripts: one field each, with its type, default, help, group and rules.
+
+All that is known of a single flag stands here, in its field's metadata: `help`, `group`, `kind` (what makes a value of
+its text), `choices`, `rules`, `fixed` (the run's result depends on it: a resumed run must not change it), `path` (it
+names a place, which may differ from host to host) and `later` (for a flag that runs of before do not know). What holds
+between flags is in training/config.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from training.errors import UserError
+
+
+class ConfigError(UserError):
+    """A setting cannot be used; the message names the flag, its value and what would be right."""
+
+
+class Group(NamedTuple):
+    """A group of flags in the help. fixed: by default, its flags must not change when a run is resumed."""
+
+    title: str
+    fixed: bool
+
+
+GROUPS = {
+    "files": Group("files and folders", fixed=False),
+    "objective": Group("objectives and masking", fixed=True),
+    "batches": Group("batches and rows", fixed=True),
+    "optimization": Group("optimization", fixed=True),
+    "logs": Group("validation, checkpoints, logs", fixed=False),
+    "jobs": Group("SLURM jobs and ranks", fixed=False),
+    "hardware": Group("hardware", fixed=False),
+}
+
+
+# Rules of single flags
+
+
+class Rule(NamedTuple):
+    """A test of a flag's value, and what to say of one that fails it."""
+
+    holds: Callable[[Any], bool]
+    text: str
+
+
+def at_least(least: int, reason: str = "") -> Rule:
+    return Rule(lambda value: value >= least, f"it must be at least {least}" + f": {reason}" * bool(reason))
+
+
+def _rises(values: tuple[float, ...]) -> bool:
+    """Whether values are distinct, in order, above 0 and at most 1."""
+    return list(values) == sorted(set(values)) and all(0 < value <= 1 for value in values)
+
+
+REQUIRED = Rule(bool, "it is required")
+FOLDER_NAME = Rule(lambda value: "/" not in value and value not in (".", ".."), "it names a folder: no slashes")
+POSITIVE = Rule(lambda value: value > 0, "it must be above 0")
+FRACTION = Rule(lambda value: 0 <= value <= 1, "it is a fraction and must be between 0 and 1")
+DECAY = Rule(lambda value: 0 <= value < 1, "it must be at least 0 and below 1")
+RISING = Rule(_rises, "it must be rising numbers above 0 and at most 1, such as 0.7,0.9")
+STEPS = Rule(lambda values: all(step >= 1 for step in values), "steps count from 1")
+
+
+def problem(name: str, spec: dataclasses.Field, value: Any) -> str:
+    """What a flag's own rules have against a value, as a sentence; "" where they hold."""
+    shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"--{name} is {shown!r}; it must be a finite number"
+    return next((f"--{name} is {shown!r}; {rule.text}" for rule in spec.metadata["rules"] if not rule.holds(value)), "")
+
+
+# Fields
+
+
+class Later(NamedTuple):
+    """A flag that there was not always."""
+
+    before: Any  # what runs did that began before there was such a flag
+    now: Any  # what new runs do where it is not given
+    note: str  # for those who resume a run from before
+
+
+def float_list(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(",") if part.strip())
+
+
+def int_list(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+float_list.__name__ = "comma-separated numbers"  # in argparse's errors
+int_list.__name__ = "comma-separated whole numbers"
+
+
+def _flag(
+    default: Any,
+    text: str,
+    group: str,
+    *rules: Rule,
+    choices: tuple[str, ...] | None = None,
+    kind: Callable[[str], Any] | None = None,
+    fixed: bool | None = None,
+    path: bool = False,
+    later: Later | None = None,
+) -> Any:
+    """A field that becomes a flag. kind: where the default does not show it. fixed: where the group does not."""
+    metadata = {
+        "help": text,
+        "group": group,
+        "rules": rules,
+        "choices": choices,
+        "kind": kind or type(default),
+        "fixed": GROUPS[group].fixed if fixed is None else fixed,
+        "path": path,
+        "later": later,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Values of all flags, each within its own rules. Defaults are those of the GPT-BERT paper's base model."""
+
+    # files
+    train_path: str = _flag(
+        "", "training shards: a folder, a file, a glob, or a mix file (.json)", "files", REQUIRED, path=True
+    )
+    valid_path: str = _flag("", "held-out shards, in the same forms; no validation where left out", "files", path=True)
+    config_file: str = _flag("", "model configuration (JSON), e.g. configs/base.json", "files", REQUIRED, path=True)
+    tokenizer_path: str = _flag("", "tokenizer.json that the shards were made with", "files", REQUIRED, path=True)
+    output_dir: str = _flag("runs", "folder of run folders", "files", path=True)
+    name: str = _flag("", "name of the run: its folder is OUTPUT_DIR/NAME", "files", REQUIRED, FOLDER_NAME)
+    resume: str = _flag(
+        "auto",
+        "auto: resume from the newest valid checkpoint of the run folder, or start; never: start in an unused folder; "
+        "PATH: a checkpoint or run folder to resume from; newer checkpoints of the run itself are set aside",
+        "files",
+        path=True,
+    )
+    checkpoint_filename: str = _flag(
+        "", "same as --resume PATH (the published script's name for it)", "files", path=True
+    )
+    initial_weights: str = _flag(
+        "",
+        "start from these weights: a run folder, a checkpoint or an imported model (.safetensors)",
+        "files",
+        path=True,
+    )
+
+    # objective
+    hybrid_numerator: int = _flag(15, "masked rows out of hybrid_denominator rows; the others are causal", "objective")
+    hybrid_denominator: int = _flag(16, "see hybrid_numerator", "objective", at_least(1))
+    hybrid_numerator_end: int = _flag(
+        -1, "where given, the numerator moves linearly to this value over the run (-1: constant)", "objective"
+    )
+    hybrid_split: str = _flag(
+        "auto",
+        "ranks: one objective per rank, as published; rows: both on every rank; auto: ranks where the world size "
+        "allows. Same results either way, but with ranks a step takes about 4 % longer: causal ranks have more to do",
+        "objective",
+        choices=("auto", "ranks", "rows"),
+        fixed=False,
+    )
+    mask_p_start: float = _flag(0.3, "fraction of tokens masked at the start", "objective", FRACTION)
+    mask_p_end: float = _flag(0.15, "fraction of tokens masked at the end (linear in between)", "objective", FRACTION)
+    mask_random_p: float = _flag(0.1, "fraction of masked spans shown as random tokens", "objective", FRACTION)
+    mask_keep_p: float = _flag(0.1, "fraction of masked spans shown unchanged", "objective", FRACTION)
+    masking: str = _flag(
+        "random",
+        "random: fresh spans for every row; even: spans fixed in the corpus, each masked about once per 1/p epochs",
+        "objective",
+        choices=("random", "even"),
+    )
+    n_special_tokens: int = _flag(
+        16, "ids below this are never masked", "objective", at_least(5, "ids 0-4 are always special")
+    )
+    document_end: bool = _flag(True, "close each document with </s> (off: the published behaviour)", "objective")
+    row_start: bool | None = _flag(
+        None,
+        "begin each row with <s>, also one that continues a document (default: as the run that is resumed, else yes)",
+        "objective",
+        kind=bool,
+        later=Later(False, True, "rows do not begin with <s>, as this run began (a new run's do; --no-row_start)"),
+    )
+    token_weighted_loss: bool = _flag(
+        False, "weigh every target equally instead of every objective by its fraction of rows", "objective"
+    )
+    z_loss_weight: float = _flag(1e-4, "weight of the mean squared log-partition function", "objective", at_least(0))
+
+    # batches
+    seq_length: int = _flag(128, "tokens per row at the start", "batches", at_least(2, "a row needs a next token"))
+    length_milestones: tuple[float, ...] = _flag(
+        (0.7, 0.9),
+        "fractions of the run at which rows double in length; '' keeps them",
+        "batches",
+        RISING,
+        kind=float_list,
+    )
+    global_batch_size: int = _flag(
+        32768, "rows of seq_length tokens per optimizer step at the end", "batches", at_least(1)
+    )
+    batch_reduction: float = _flag(4.0, "the batch starts this much smaller and grows linearly", "batches", at_least(1))
+    local_batch_size: int = _flag(
+        128,
+        "rows of seq_length tokens per micro-batch and device; any value gives the same run",
+        "batches",
+        at_least(1),
+        fixed=False,
+    )
+
+    # optimization
+    max_steps: int = _flag(15625, "optimizer steps of the whole run", "optimization", at_least(1))
+    learning_rate: float = _flag(1e-2, "peak learning rate", "optimization", POSITIVE)
+    warmup_proportion: float = _flag(0.016, "fraction of steps with linear warm-up", "optimization", FRACTION)
+    cooldown_proportion: float = _flag(
+        0.016, "fraction of steps with linear decay to 0 at the end", "optimization", FRACTION
+    )
+    optimizer: str = _flag("lamb", "update rule", "optimization", choices=("lamb", "adamw"))
+    weight_decay: float = _flag(0.1, "decoupled weight decay of matrices and tables", "optimization", at_least(0))
+    optimizer_beta1: float = _flag(0.9, "decay of the first moment", "optimization", DECAY)
+    optimizer_beta2: float = _flag(0.98, "decay of the second moment", "optimization", DECAY)
+    optimizer_eps: float = _flag(1e-8, "added to the denominator of the update", "optimization", POSITIVE)
+    max_gradient: float = _flag(
+        2.0, "gradients are clipped to this global norm (0: not clipped)", "optimization", at_least(0)
+    )
+    ema_decay: float = _flag(
+        0.999, "decay per step of the exponential moving average of the weights", "optimization", DECAY
+    )
+    ema_warmup: bool | None = _flag(
+        None,
+        "let that decay rise from 2/11 as (1 + step) / (10 + step), so that the initial weights are soon forgotten "
+        "(default: as the run that is resumed, else yes)",
+        "optimization",
+        kind=bool,
+        later=Later(
+            False,
+            True,
+            "the average of the weights has no warm-up, as this run began (a new run's has; --no-ema_warmup)",
+        ),
+    )
+    allreduce_dtype: str = _flag(
+        "float32",
+        "precision of the all_reduce of gradients; bfloat16 halves the traffic and rounds each sum to 8 bits",
+        "optimization",
+        choices=("float32", "bfloat16"),
+    )
+    mixed_precision: bool | None = _flag(
+        None, "bf16 autocast with fp32 weights (default: on CUDA yes, on the CPU no)", "optimization", kind=bool
+    )
+    seed: int = _flag(42, "seed of initialisation, data order, masks and dropout", "optimization", at_least(0))
+
+    # validation, checkpoints, logs
+    validate_every: int = _flag(1000, "steps between validations (0: only at the end)", "logs", at_least(0))
+    validation_steps: int = _flag(
+        0, "validation batches of local_batch_size rows per objective (0: the whole held-out set)", "logs", at_least(0)
+    )
+    validation_samples: int = _flag(
+        3,
+        "held-out documents that the averaged weights continue, and as many whose gaps they fill, at each validation "
+        "(0: none); see samples.jsonl and report.html in the run folder",
+        "logs",
+        at_least(0),
+    )
+    evaluate_data: str = _flag(
+        "",
+        "minimal pairs to evaluate the averaged weights on: a folder of .jsonl files with sentence_good and "
+        "sentence_bad, of such folders, or one file",
+        "logs",
+        path=True,
+    )
+    evaluate_every: int = _flag(
+        0, "steps between evaluations on --evaluate_data (0: only at the end)", "logs", at_least(0)
+    )
+    evaluate_mode: str = _flag(
+        "all",
+        "how minimal pairs are scored: masked (each token masked in turn), causal, fused (the mean of both) or all",
+        "logs",
+        choices=("all", "masked", "causal", "fused"),
+    )
+    save_every: int = _flag(1000, "steps between checkpoints (0: only at the end)", "logs", at_least(0))
+    save_steps: tuple[int, ...] = _flag(
+        (), "further steps at which to save and keep a checkpoint, e.g. 100,1000", "logs", STEPS, kind=int_list
+    )
+    keep_last: int = _flag(
+        0, "regular checkpoints to keep (0: all); those of --save_steps always stay", "logs", at_least(0)
+    )
+    spare_checkpoint_dir: str = _flag(
+        "",
+        "folder on another disk of all hosts for checkpoints that the run folder cannot take; a resume finds them",
+        "logs",
+        path=True,
+    )
+    max_failed_saves: int = _flag(
+        3, "failed saves in a row after which the run ends; before, it continues without", "logs", at_least(1)
+    )
+    log_stats_every: int = _flag(
+        100, "steps between norms of parameters and gradients by role (0: never)", "logs", at_least(0)
+    )
+    data_fingerprint: bool = _flag(
+        False,
+        "log a hash of every global batch as data/fingerprint (without CUDA graphs: steps take some percent longer)",
+        "logs",
+    )
+    wandb_project: str = _flag("", "wandb project (default: hybrid-pretraining)", "logs")
+    wandb_entity: str = _flag("", "wandb user or team", "logs")
+    wandb_mode: str = _flag(
+        "auto",
+        "auto: online with a login, offline without, disabled where wandb is not installed",
+        "logs",
+        choices=("auto", "online", "offline", "disabled"),
+    )
+
+    # jobs
+    requeue: str = _flag(
+        "auto",
+        "auto: a run that has to stop early (signal, preemption, time limit) saves and has SLURM start its job again; "
+        "never: it saves and ends",
+        "jobs",
+        choices=("auto", "never"),
+    )
+    max_restarts: int = _flag(
+        200, "restarts of one job after which it fails instead of starting again", "jobs", at_least(0)
+    )
+    max_fruitless_starts: int = _flag(
+        2,
+        "starts of one job in a row that leave no new checkpoint behind, after which it fails instead of starting "
+        "again; those that a signal ended do not count",
+        "jobs",
+        at_least(1),
+    )
+    time_limit_margin: float = _flag(
+        60.0,
+        "seconds that stay free before the job's time limit, besides the measured time of a save, when the run saves "
+        "and requeues on its own",
+        "jobs",
+        at_least(0),
+    )
+    collective_timeout: float = _flag(
+        20.0,
+        "minutes that a rank waits for the others before the run ends; longer than the slowest save or validation",
+        "jobs",
+        POSITIVE,
+    )
+    step_timeout: float = _flag(
+        5.0,
+        "the same within training steps; the rank that the others wait for is named, and stack traces are left in "
+        "failures/ of the run folder",
+        "jobs",
+        POSITIVE,
+    )
+    check_ranks_every: int = _flag(
+        1000,
+        "steps between comparisons of weights, average and moments between ranks, bit for bit; ranks that differ end "
+        "the run, and nothing is saved (0: only before each save)",
+        "jobs",
+        at_least(0),
+    )
+
+    # hardware
+    device: str = _flag("auto", "auto: CUDA where there is a GPU", "hardware", choices=("auto", "cuda", "cpu"))
+    compile: bool | None = _flag(
+        None, "torch.compile the model (default: on CUDA yes, on the CPU no)", "hardware", kind=bool
+    )
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            if words := problem(spec.name, spec, getattr(self, spec.name)):
+                raise ConfigError(words)
