@@ -46,11 +46,10 @@ from slurm.doctor_steps import (
 )
 from slurm.doctor_table import FAIL, OK, SKIP, WARN, Measurements, Row
 from training.config import ConfigError, TrainingConfig, make_parser, parse_config
-from training.distributed import World, choose_device, start_world
+from training.distributed import RankMissing, RankStore, World, choose_device, start_world
 from training.environment import Environment, EnvironmentProblem, read_environment
 from training.inputs import Inputs, choose_split, read_inputs, resolve_device_defaults
 from training.metric_logger import wandb_mode
-from training.rank_store import RankMissing, RankStore
 from training.wording import time_text
 
 _DESCRIPTION = "Check machines, network, run folder, shards and one real step before training; takes training's flags."

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import torch
 
 from slurm.doctor_table import FAIL, OK, SKIP, WARN, Measurements, Row
-from training.distributed import CollectiveError
-from training.errors import is_explained, out_of_memory
-from training.rank_store import OtherRankFailed, RankMissing, RankStore
+from training.distributed import CollectiveError, RankMissing, RankStore
+from training.errors import OtherRankFailed, is_explained, out_of_memory
 from training.wording import ranks_text, time_text
 
 COLUMNS = 120  # of a line of the table

@@ -96,10 +96,8 @@ def make_job(folder: Path, count: int = 3) -> Job:
 
 
 def make_run(task: Task, state: str, reason: str = "", job_id: str = "", restart: int = 0) -> Environment:
-    folder, environment = (
-        Path(task.run_folder),
-        Environment("slurm", job_id=job_id or task.job_id, restart_count=restart),
-    )
+    environment = Environment("slurm", job_id=job_id or task.job_id, restart_count=restart)
+    folder = Path(task.run_folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text('{"step": 11}\n{"step": 12}\n{"st')
     write_status(folder, environment, state, reason, 10, 50)

@@ -1,11 +1,13 @@
-"""Process group of a run: rendezvous, collectives with a name and a timeout. One process is the degenerate case."""
+"""Process group and rendezvous store: collectives with a name and a timeout. One process is the degenerate case."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,19 +17,23 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import DistError, TCPStore
 
 from training.config import ConfigError, TrainingConfig
 from training.environment import Environment, EnvironmentProblem, local_device_index, read_environment
 from training.errors import HardwareError, OtherRankFailed
+from training.wording import time_text
 
 _Result = TypeVar("_Result")
 
 # Beyond --collective_timeout, until the process group gives up by itself: the watchdog, which says more, comes first.
 _BACKSTOP_SECONDS = 60.0
-# What gloo and NCCL say when another process is gone, or does not answer in time.
+# Errors of gloo and NCCL where another process is gone, or does not answer in time
 _LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|socket|peer|remote process|aborted", re.IGNORECASE)
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 _DEVICE = re.compile(r"(CUDA|HIP) error")  # of this rank's own device, whatever the words that follow
+# torchrun's store outlives the ranks that it starts again
+_PREFIX = f"rank_store/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 class CollectiveError(HardwareError):
@@ -233,7 +239,7 @@ def _rendezvous(world: World, timeout: float) -> None:
             world_size=world.size,
             timeout=timedelta(minutes=timeout, seconds=_BACKSTOP_SECONDS),
         )
-    except dist.DistError as error:
+    except DistError as error:
         reason = str(error).splitlines()[0][:200]
         raise HardwareError(
             f"rank {world.rank} on {socket.gethostname()}: rendezvous of {world.size} ranks at {address} "
@@ -264,3 +270,125 @@ def _check_devices(world: World) -> None:
             f"ranks {', '.join(map(str, shared))} share a GPU with another rank: give each task its own, with "
             "--gpus-per-task=1 or as many tasks a node (--ntasks-per-node) as it has GPUs"
         )
+
+
+# Values for ranks of which some may hang or be gone: for training/watchdog.py and slurm/doctor.py
+
+
+class RankMissing(RuntimeError):
+    """Rank 0 has stopped waiting for this rank, or does not answer."""
+
+
+class RankStore:
+    """Gathers values over the launcher's key-value store, with a timeout (seconds).
+
+    Process groups hang or end where a rank is missing; here the others learn its number and continue without it.
+    missing: ranks that did not answer in time, for good. failed: a collective failed on some rank. hung: a thread of
+    this process still waits in one.
+    """
+
+    def __init__(self, environment: Environment, timeout: float):
+        self.rank, self.size, self.timeout = environment.rank, environment.world_size, timeout
+        self.missing: set[int] = set()
+        self.failed = self.hung = False
+        self._round, self._store = 0, None
+        if self.size > 1:
+            # The very store that init_process_group will use: torchrun's, or a new one that rank 0 hosts and shares.
+            hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            self._store = TCPStore(
+                environment.master_addr,
+                environment.master_port,
+                self.size,
+                is_master=self.rank == 0 and not hosted,
+                timeout=timedelta(seconds=timeout),
+                wait_for_workers=False,
+                multi_tenant=not hosted,
+            )
+
+    def all_gather(self, value: Any, timeout: float | None = None) -> dict[int, Any]:
+        """Every answering rank's `value` (that JSON can hold), by rank; the same on all ranks."""
+        if self._store is None:
+            return {0: value}
+        self._round += 1
+        timeout = timeout or self.timeout
+        everything = self._key("all")
+        self._store.set(self._key(self.rank), json.dumps(value))
+        if self.rank == 0:
+            deadline, answers = time.monotonic() + timeout, []
+            for rank in sorted(set(range(self.size)) - self.missing):
+                try:
+                    seconds = max(0.01, deadline - time.monotonic())
+                    self._store.wait([self._key(rank)], timedelta(seconds=seconds))
+                    answers.append((rank, json.loads(self._store.get(self._key(rank)))))
+                except (DistError, RuntimeError):
+                    self.missing.add(rank)
+            self._store.set(everything, json.dumps([sorted(self.missing), answers]))
+        try:
+            self._store.wait([everything], timedelta(seconds=2 * timeout))
+            missing, answers = json.loads(self._store.get(everything))
+        except (DistError, RuntimeError) as error:
+            raise RankMissing("rank 0 does not answer any more") from error
+        self.missing = set(missing)
+        if self.rank in self.missing:
+            raise RankMissing("this rank answered too late, and rank 0 continued without it")
+        return dict(answers)
+
+    def _key(self, name: object) -> str:
+        return f"{_PREFIX}/{self._round}/{name}"
+
+    def set(self, name: str, value: Any) -> None:
+        """Store `value` (that JSON can hold) under `name`. Raises RuntimeError where the store does not answer."""
+        if self._store is not None:
+            self._store.set(f"{_PREFIX}/value/{name}", json.dumps(value))
+
+    def get(self, name: str) -> Any:
+        """The value last set under `name`, None where there is none; does not wait. Raises as `set` does."""
+        key = f"{_PREFIX}/value/{name}"
+        return json.loads(self._store.get(key)) if self._store is not None and self._store.check([key]) else None
+
+    def run_with_timeout(self, function: Callable[[], _Result], seconds: float, device: torch.device) -> _Result:
+        """function(), which calls collectives: on a thread, so that a hang or another rank's error ends it.
+
+        Raises what it raised, TimeoutError, or OtherRankFailed.
+        """
+        box: dict[str, Any] = {}
+
+        def work() -> None:
+            try:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)
+                box["value"] = function()
+            except BaseException as error:
+                box["error"] = error
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        deadline, failed = time.monotonic() + seconds, self._key("failed")
+        while not self.hung:
+            thread.join(0.2)
+            if not thread.is_alive():
+                break
+            elsewhere = self._store is not None and self._store.check([failed])
+            self.hung = elsewhere or time.monotonic() > deadline
+            if elsewhere:
+                raise OtherRankFailed("another rank failed meanwhile")
+        else:
+            raise TimeoutError(f"no result within {time_text(seconds)}")
+        if "error" in box:
+            if self._store is not None:
+                self._store.set(failed, "1")
+            raise box["error"]
+        return box["value"]
+
+    def close(self) -> None:
+        """Leave the store; rank 0, which may host it, last."""
+        if self._store is None:
+            return
+        self._round += 1
+        try:
+            self._store.set(self._key(self.rank), "")
+            others = set(range(1, self.size)) - self.missing if self.rank == 0 else ()
+            for rank in others:
+                self._store.wait([self._key(rank)], timedelta(seconds=5))
+        except (DistError, RuntimeError):
+            pass  # whoever is gone already has nothing more to read

@@ -1,4 +1,4 @@
-"""The guard around a run: what was opened is closed, errors become sentences and exit codes, stops their last words."""
+"""Guard around a run: what was opened is closed, errors become sentences and exit codes, a stop its last message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Thing = TypeVar("_Thing", bound=_Closable)
 
 
 class RunEnd:
-    """Context manager around a run. What it knows of the run is set as the run goes along.
+    """Context manager around a run. Its attributes are set as the run learns them.
 
     code: the exit code, once the context has ended (errors.py has the table). stop: what ended the run early.
     """
@@ -58,7 +58,7 @@ class RunEnd:
         return world
 
     def finish(self) -> None:
-        """Note that the run has done all its steps; a file that cannot be written is only told."""
+        """Note that the run has done all its steps; a file that cannot be written is only reported."""
         if self.status is None:
             return
         try:
@@ -107,7 +107,7 @@ class RunEnd:
         return may_requeue(self.stop, self.config, self.world.environment)
 
     def _failed(self, error: BaseException) -> int:
-        """Tell the error, in the run's status too, and leave no more than a moment for what is to be uploaded."""
+        """Report the error, in the run's status too, and leave no more than a moment for what is to be uploaded."""
         if isinstance(error, NonFiniteError | DivergenceError) and self.config is not None and self.world is not None:
             if not self.world.is_main:
                 error = OtherRankFailed()
@@ -123,7 +123,7 @@ class RunEnd:
         return report_error(error, self.config, self.world)
 
     def _stopped(self, stop: Stop) -> None:
-        """The last words of a run that has stopped and saved, by rank 0, which alone requeues.
+        """The last message of a run that has stopped and saved, by rank 0, which alone requeues.
 
         The files are closed and the lock is free: from here on SLURM may start the job again.
         """

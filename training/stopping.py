@@ -25,8 +25,8 @@ from training.status import (
     write_status,
 )
 
-_LIMIT_SECONDS = 900.0  # before the time limit in which a signal may be SLURM's word that it comes near (--signal)
-_LOOK_SECONDS = 5.0  # between looks into the run folder
+_LIMIT_SECONDS = 900.0  # before the time limit in which a signal may be SLURM's warning that it comes near (--signal)
+_LOOK_SECONDS = 5.0  # between readings of the run folder's attempts
 _ASSUMED_BYTES_PER_SECOND = 2e8  # of a save, until one has been measured
 
 PROBLEM, INTERRUPT, SUPERSEDED, PREEMPTION = "problem", "interrupt", "superseded", "preemption"
@@ -34,7 +34,7 @@ _PRIORITY = (PROBLEM, INTERRUPT, SUPERSEDED, PREEMPTION)
 
 
 class RestartRefused(RuntimeError):
-    """The job has been restarted too often, or in vain; the message says which."""
+    """The job has been restarted too often, or without progress; the message says which."""
 
     kind = GAVE_UP
 
@@ -88,7 +88,7 @@ class StopConditions:
         return self._round_seconds + 2 * self._save_seconds + self._margin
 
     def requested(self, problem: str | None) -> Stop | None:
-        """Whether this rank wants to stop now. problem: a sentence where this rank cannot go on."""
+        """Whether this rank wants to stop now. problem: why this rank cannot continue, if it cannot."""
         now = time.monotonic()
         seconds, self._round_began, self._rounds = now - self._round_began, now, self._rounds + 1
         if self._rounds <= 3:  # the start is no round, and the first one, in which much happens once, no measure
@@ -140,7 +140,7 @@ def may_requeue(stop: Stop, config: TrainingConfig, environment: Environment) ->
 
 
 def conclude(stop: Stop, step: int, config: TrainingConfig, environment: Environment) -> tuple[int, str]:
-    """Exit code and last words of a run that has stopped and saved; called by rank 0, which alone requeues."""
+    """Exit code and last message of a run that has stopped and saved; called by rank 0, which alone requeues."""
     state, reason, code = STOPPED, stop.text, DONE
     words = f"stopped by {stop.text} after step {step}"
     if stop.kind == SUPERSEDED:
@@ -176,7 +176,7 @@ def _requeue(environment: Environment, max_restarts: int, cause: str) -> tuple[s
 
 
 def resume_command() -> str:
-    """The command line that goes on with this run, by the Python that this one has."""
+    """The command line that resumes this run, by the Python that this one has."""
     program = sys.argv[0]
     single = Path(program).name == "train_single_gpu.py"
     launcher = shlex.quote(sys.executable or "python") if single else "torchrun/srun ..."

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from training.config import TrainingConfig
-from training.distributed import World
+from training.distributed import RankStore, World
 from training.errors import HARDWARE, HardwareError, report_error
-from training.rank_store import RankStore
 from training.status import FAILED, newest_step, record_failure, write_status
 from training.wording import time_text
 
