@@ -1,7 +1,8 @@
 """LTG-BERT (Samuel et al., 2023): its blocks, and the model for masked and causal language modelling.
 
-Parameters have the names of the published code, so its checkpoints load. The model knows no ranks, flags or files.
-ModelConfig is in model_config.py; GPT-BERT, which adds a gate and depth-weighted averaging, in model_extra.py.
+Parameters have the names of the published code, so its checkpoints load. The model knows no ranks, flags or files, and
+ops/ chooses the kernels that compute it. ModelConfig is in model_config.py; GPT-BERT, which adds a gate and
+depth-weighted averaging, in model_extra.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ops.gated_norm import REFERENCE, GatedNorm, choose_gated_norm
 from ops.residual import residual_stream
 from ops.rope import VarlenSizes, rope_metadata
 
-# Places where dropout is applied (`site` in ops/dropout.py): two of the whole model, then four of each layer.
+# Sites of dropout (ops/dropout.py): two of the whole model, then four of each layer.
 _EMBEDDING_SITE, _HEAD_SITE, _FIRST_LAYER_SITE = 0, 1, 2
 _RELATIVE, _PROBABILITIES, _ATTENTION_OUTPUT, _FEED_FORWARD, _SITES_PER_LAYER = range(5)
 

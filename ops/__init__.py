@@ -1,1 +1,1 @@
-"""Attention and dropout: plain PyTorch references that fused kernels must reproduce."""
+"""Operators of models and optimizer: reference implementations in PyTorch, and the CUDA kernels that reproduce them."""

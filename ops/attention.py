@@ -118,7 +118,7 @@ def relative_attention(
     """
     scale = 1 / math.sqrt(3 * query.size(-1))
     query, query_pos = query * scale, query_pos * scale
-    # [B, H, T, d] x [B, H, d, T] -> [B, H, T, T]; scores are this function's own from here on, so added to in place
+    # [B, H, T, d] x [B, H, d, T] -> [B, H, T, T]; a new tensor, so what follows may add to it in place
     scores = (query.transpose(1, 2) @ key.permute(0, 2, 3, 1)).float()
     if metadata.one_hot is None:
         to_position, from_position = gather_positions(query, key, query_pos, key_pos, metadata.slots)
@@ -140,6 +140,7 @@ def gather_positions(
     """Content-to-position and position-to-content scores, two tensors [B, H, T, T], gathered from [B, H, T, 2b-1]."""
     batch, length, heads, _ = query.shape
     index = slots.expand(batch, heads, length, length)
+    # [B, H, T, 2b-1] -> [B, H, T, T]: of query i's scores with all slots the one of each key j, and of key j's likewise
     to_position = torch.einsum("bihd,shd->bhis", query, key_pos).gather(-1, index)
     from_position = torch.einsum("bjhd,shd->bhjs", key, query_pos).gather(-1, index.transpose(-1, -2))
     return to_position, from_position.transpose(-1, -2)
@@ -157,10 +158,11 @@ def expand_by_product(
     width = one_hot[0].size(1)
 
     def scores(content: Tensor, position: Tensor, selection: Tensor) -> Tensor:
-        position = F.pad(position, (0, 0, 0, 0, 0, width - position.size(0)))
+        position = F.pad(position, (0, 0, 0, 0, 0, width - position.size(0)))  # [S, H, d]
+        # One matrix product for each token: its scores with all slots times a selection of one slot a column.
         table = torch.einsum("bthd,shd->tbhs", content, position).reshape(length, batch * heads, width)
         return torch.bmm(table, selection).view(length, batch, heads, length)  # [T, B*H, S] x [T, S, T]
 
-    to_position = scores(query, key_pos, one_hot[0]).permute(1, 2, 0, 3)
-    from_position = scores(key, query_pos, one_hot[1]).permute(1, 2, 3, 0)
+    to_position = scores(query, key_pos, one_hot[0]).permute(1, 2, 0, 3)  # [i, B, H, j] -> [B, H, i, j]
+    from_position = scores(key, query_pos, one_hot[1]).permute(1, 2, 3, 0)  # [j, B, H, i] -> [B, H, i, j]
     return to_position, from_position

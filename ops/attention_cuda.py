@@ -16,14 +16,14 @@ for a device, head size, row length and dropout or none, which compiles or loads
 import ctypes
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ops import nvrtc
 from ops.attention_metadata import TILE, FusedAttentionMetadata, padded_length
-from ops.dropout import keep_scale
+from ops.dropout import keep_scale, kept_from
 from ops.nvrtc import Module, aligned
 
 _SOURCE = Path(__file__).parent / "cuda" / "relative_attention.cu"
@@ -99,9 +99,10 @@ def _attention(
     dropout_columns: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Context bfloat16 [B, T, H, d] and base-2 log-sum-exp of the scores float32 [B, H, T]."""
-    arguments = _Arguments(
+    inputs = _Inputs(
         query_key, value, positions, spans, causal, slots, fragments, groups, dropout_p, dropout_keys, dropout_columns
     )
+    arguments = _Arguments(inputs)
     batch, length, heads, _ = value.shape
     context = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=value.device)
@@ -134,9 +135,10 @@ def _attention_backward(
     dropout_columns: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query_key, value and positions, contiguous."""
-    arguments = _Arguments(
+    inputs = _Inputs(
         query_key, value, positions, spans, causal, slots, fragments, groups, dropout_p, dropout_keys, dropout_columns
     )
+    arguments = _Arguments(inputs)
     if dcontext.shape != value.shape or dcontext.dtype != value.dtype:
         raise ValueError(f"fused attention was given a gradient {dcontext.dtype} {list(dcontext.shape)} of its context")
     dcontext = aligned(dcontext)
@@ -145,6 +147,7 @@ def _attention_backward(
     )
     heads, head_dim = value.shape[2:]
     parts = arguments.parts(True)
+    # Each block of a head sums its part of the gradient of the tables; relative_attention_reduce adds up the parts.
     partial = torch.empty(2, heads, parts, TILE, head_dim, dtype=torch.float32, device=value.device)
     arguments.set(
         context=context,
@@ -212,40 +215,44 @@ class _Params(ctypes.Structure):
     )
 
 
+class _Inputs(NamedTuple):
+    """What both passes read: the arguments of `_attention`."""
+
+    query_key: Tensor
+    value: Tensor
+    positions: Tensor
+    spans: Tensor
+    causal: Tensor
+    slots: Tensor
+    fragments: Tensor
+    groups: Tensor
+    dropout_p: float
+    dropout_keys: Tensor | None
+    dropout_columns: Tensor | None
+
+
 class _Arguments:
     """A `Params`, the tensors that it points to, and launches with it on the current stream."""
 
-    def __init__(
-        self,
-        query_key: Tensor,
-        value: Tensor,
-        positions: Tensor,
-        spans: Tensor,
-        causal: Tensor,
-        slots: Tensor,
-        fragments: Tensor,
-        groups: Tensor,
-        dropout_p: float,
-        dropout_keys: Tensor | None,
-        dropout_columns: Tensor | None,
-    ) -> None:
-        self.batch, self.length, self.heads, self.head_dim = value.shape
-        self._check(query_key, value, positions, spans, slots, dropout_keys, dropout_columns)
-        self.device, self.drops = value.device, dropout_keys is not None
+    def __init__(self, inputs: _Inputs) -> None:
+        _check(inputs)
+        self.batch, self.length, self.heads, self.head_dim = inputs.value.shape
+        self.device, self.drops = inputs.value.device, inputs.dropout_keys is not None
         self.kept: list[Tensor] = []  # alive until the launches are queued; the caching allocator orders the rest
         self.params = _Params()
-        query_key, value, positions = (_with_dense_heads(x) for x in (query_key, value, positions))
+        # [B, T, 2, H, d], [B, T, H, d] and [2b-1, 2, H, d]
+        query_key, value, positions = map(_with_dense_heads, (inputs.query_key, inputs.value, inputs.positions))
         self.set(
             query=query_key,
-            key=query_key.select(2, 1),
+            key=query_key.select(2, 1),  # the same strides as the query's, from another address on
             value=value,
             query_pos=positions,
             key_pos=positions.select(1, 1),
-            spans=spans.contiguous(),
-            causal=causal.contiguous(),
-            slots=slots,
-            fragments=fragments,
-            groups=groups,
+            spans=inputs.spans.contiguous(),
+            causal=inputs.causal.contiguous(),
+            slots=inputs.slots,
+            fragments=inputs.fragments,
+            groups=inputs.groups,
             qk_batch=query_key.stride(0),
             qk_token=query_key.stride(1),
             v_batch=value.stride(0),
@@ -255,49 +262,17 @@ class _Arguments:
             length=self.length,
             heads=self.heads,
             n_slots=positions.size(0),
-            padded=slots.size(0) // 2,
+            padded=inputs.slots.size(0) // 2,  # distances -padded .. padded
             scale=(3 * self.head_dim) ** -0.5,
             keep_scale=1.0,
         )
-        if dropout_keys is not None and dropout_columns is not None:
+        if inputs.dropout_keys is not None and inputs.dropout_columns is not None:
             self.set(
-                row_hash=dropout_keys.contiguous(),
-                column_hash=dropout_columns.contiguous(),
-                threshold=min(round(dropout_p * 2**32), 2**32 - 1) - 2**31,
-                keep_scale=keep_scale(dropout_p),
+                row_hash=inputs.dropout_keys.contiguous(),
+                column_hash=inputs.dropout_columns.contiguous(),
+                threshold=kept_from(inputs.dropout_p),
+                keep_scale=keep_scale(inputs.dropout_p),
             )
-
-    def _check(
-        self,
-        query_key: Tensor,
-        value: Tensor,
-        positions: Tensor,
-        spans: Tensor,
-        slots: Tensor,
-        dropout_keys: Tensor | None,
-        dropout_columns: Tensor | None,
-    ) -> None:
-        """Raise ValueError where the kernels would read what is not there."""
-        batch, length, heads, head_dim = value.shape
-        wrong = ""
-        if head_dim not in _HEAD_DIMS or positions.size(0) > TILE:
-            wrong = f"heads of {head_dim} features and {positions.size(0)} slots; see available()"
-        elif query_key.shape != (batch, length, 2, heads, head_dim) or positions.shape[1:] != (2, heads, head_dim):
-            wrong = (
-                f"query_key {list(query_key.shape)}, positions {list(positions.shape)} and value {list(value.shape)}"
-            )
-        elif spans.shape != (batch, length, 2) or slots.size(0) != 2 * padded_length(length) + 1:
-            wrong = f"metadata of {list(spans.shape[:2])} tokens for value {list(value.shape)}"
-        elif not (query_key.dtype == value.dtype == positions.dtype == torch.bfloat16):
-            wrong = f"query_key {query_key.dtype}, value {value.dtype} and positions {positions.dtype}, not bfloat16"
-        elif (
-            dropout_keys is not None
-            and dropout_columns is not None
-            and (dropout_keys.shape != (batch, heads, length) or dropout_columns.size(0) < length)
-        ):
-            wrong = f"dropout keys {list(dropout_keys.shape)} and {dropout_columns.size(0)} columns"
-        if wrong:
-            raise ValueError(f"fused attention was given {wrong}")
 
     def set(self, **values: Tensor | int | float) -> None:
         """Set fields; tensors by their address."""
@@ -310,7 +285,7 @@ class _Arguments:
 
     def parts(self, backward: bool) -> int:
         """Blocks per head: as many as run at once, or as there is work for."""
-        work = self.batch * -(-self.length // TILE)
+        work = self.batch * -(-self.length // TILE)  # tiles of rows in a head
         at_once = _kernels(self.device.index, self.head_dim, self.drops).blocks(backward)
         return max(1, min(work, at_once // self.heads))
 
@@ -319,12 +294,32 @@ class _Arguments:
         if not self.batch * self.length:
             return
         kernels = _kernels(self.device.index, self.head_dim, self.drops)
-        if name == "relative_attention_reduce":
+        if name == "relative_attention_reduce":  # a thread an element of dpositions [slots, 2, H, d]
             grid = -(-2 * self.heads * self.params.n_slots * self.head_dim // _THREADS)
         else:
             grid = self.heads * self.parts(name != "relative_attention_forward")
         with torch.cuda.device(self.device):
             kernels.launch(name, grid, self.params, torch.cuda.current_stream().cuda_stream)
+
+
+def _check(inputs: _Inputs) -> None:
+    """Raise ValueError where the kernels would read what is not there."""
+    query_key, value, positions, spans = inputs.query_key, inputs.value, inputs.positions, inputs.spans
+    keys, columns = inputs.dropout_keys, inputs.dropout_columns
+    batch, length, heads, head_dim = value.shape
+    wrong = ""
+    if head_dim not in _HEAD_DIMS or positions.size(0) > TILE:
+        wrong = f"heads of {head_dim} features and {positions.size(0)} slots; see available()"
+    elif query_key.shape != (batch, length, 2, heads, head_dim) or positions.shape[1:] != (2, heads, head_dim):
+        wrong = f"query_key {list(query_key.shape)}, positions {list(positions.shape)} and value {list(value.shape)}"
+    elif spans.shape != (batch, length, 2) or inputs.slots.size(0) != 2 * padded_length(length) + 1:
+        wrong = f"metadata of {list(spans.shape[:2])} tokens for value {list(value.shape)}"
+    elif not (query_key.dtype == value.dtype == positions.dtype == torch.bfloat16):
+        wrong = f"query_key {query_key.dtype}, value {value.dtype} and positions {positions.dtype}, not bfloat16"
+    elif keys is not None and columns is not None and (keys.shape != (batch, heads, length) or len(columns) < length):
+        wrong = f"dropout keys {list(keys.shape)} and {len(columns)} columns"
+    if wrong:
+        raise ValueError(f"fused attention was given {wrong}")
 
 
 def _with_dense_heads(x: Tensor) -> Tensor:

@@ -54,13 +54,13 @@ def relative_slots(length: int, bucket_size: int, max_position: int, device: tor
     """Row of the position tables for query i and key j: int64 [length, length] in [0, 2 * bucket_size - 2]."""
     positions = torch.arange(length, device=device)
     distance = torch.arange(1 - length, length, device=device)
-    table = bucket(distance, bucket_size, max_position) + bucket_size - 1
+    table = bucket(distance, bucket_size, max_position) + bucket_size - 1  # [2 length - 1], by distance + length - 1
     return table[positions[:, None] - positions[None, :] + length - 1]
 
 
 def document_starts(document_ids: Tensor) -> Tensor:
     """Bool [B, T]: where a document begins, which is a run of one id in a row; an id that comes back begins another."""
-    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts = torch.ones_like(document_ids, dtype=torch.bool)  # the first token of a row always begins one
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     return starts
 
@@ -70,7 +70,7 @@ def attention_allowed(document_ids: Tensor, causal: Tensor) -> Tensor:
 
     Padding tokens (negative ids) count as documents here, too; callers zero what comes out for them.
     """
-    documents = document_starts(document_ids).cumsum(1)
+    documents = document_starts(document_ids).cumsum(1)  # [B, T], numbers of a row's documents from 1 on
     length = documents.size(1)
     past = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
     return (documents[:, :, None] == documents[:, None, :]) & (past | ~causal[:, None, None])
@@ -87,7 +87,7 @@ def relative_metadata(
     slots = relative_slots(length, bucket_size, max_position, device)
     allowed = attention_allowed(document_ids, causal).unsqueeze(1)
     bias = torch.zeros(allowed.shape, device=device).masked_fill_(~allowed, -math.inf)
-    width = -(-(2 * bucket_size - 1) // 8) * 8
+    width = -(-(2 * bucket_size - 1) // 8) * 8  # rows of bfloat16 then begin at 16 bytes, for tensor cores
     one_hot = None
     if device.type == "cuda" and width * length**2 <= _MAX_ONE_HOT:
         one_hot = one_hot_slots(slots, width, dtype)
@@ -101,7 +101,7 @@ def one_hot_slots(slots: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor
 
 
 class FusedAttentionMetadata(NamedTuple):
-    """What the kernels know of a batch, computed once for all layers; all on one device.
+    """What the kernels of ops/attention_cuda.py read of a batch, computed once for all layers; all on one device.
 
     spans: int32 [B, T, 2], first and last + 1 token of each token's document (0, 0 for padding). causal: bool [B].
     slots: int32 [2 P + 1] (P >= T, a power of two from 64 on), slot of the distances -P .. P.
@@ -129,9 +129,9 @@ def document_spans(document_ids: Tensor) -> Tensor:
     length = document_ids.size(1)
     index = torch.arange(length, device=document_ids.device)
     new = document_starts(document_ids)
-    start = torch.where(new, index, 0).cummax(dim=1).values
+    start = torch.where(new, index, 0).cummax(dim=1).values  # the latest start up to each token
     last = new.roll(-1, dims=1)  # the next token begins a run; after the last one comes the first, which does
-    end = torch.where(last, index + 1, length).flip(1).cummin(dim=1).values.flip(1)
+    end = torch.where(last, index + 1, length).flip(1).cummin(dim=1).values.flip(1)  # the earliest end from each on
     spans = torch.stack((start, end), dim=-1)
     return spans.masked_fill_((document_ids < 0)[..., None], 0).int()
 
@@ -147,27 +147,29 @@ def position_tables(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """FusedAttentionMetadata's slots, fragments and groups for rows of up to `padded` tokens, a multiple of 64.
 
-    Made once and kept for good: a recorded CUDA graph knows no more of them than their addresses.
+    Made once and kept for good: a captured CUDA graph knows no more of them than their addresses.
     """
     distance = torch.arange(-padded, padded + 1)
-    slots = bucket(distance, bucket_size, max_position) + bucket_size - 1
-    # 16 * steps distances from 16 * first_step + 1 on: slots[padded + 1 + ...] is the slot of distance 1 + ...
+    slots = bucket(distance, bucket_size, max_position) + bucket_size - 1  # [2 P + 1], never falling
+    # Step k has the distances 16 k + 1 .. 16 k + 16; slots[1:] begins with distance 1 - P, so with step -P / 16.
     first_step, steps = -padded // 16, padded // 8
     by_step = slots[1:].view(steps, 16)
+    # Slots never fall from one distance to the next, so those of a step lie between its first and its last one.
     first_group, last_group = by_step[:, 0] // 8, by_step[:, -1] // 8
     lane = torch.arange(32)
     # Operand B: lane 4 g + t holds column g of rows 2 t, 2 t + 1 (first register) and 2 t + 8, 2 t + 9.
-    rows = (lane % 4 * 2)[:, None] + torch.tensor([0, 1, 8, 9])
+    rows = (lane % 4 * 2)[:, None] + torch.tensor([0, 1, 8, 9])  # [32, 4]
     fragments, groups = [], []
-    for group in range(TILE // 8):
+    for group in range(TILE // 8):  # of 8 slots, the columns of an operand
         members = ((first_group <= group) & (group <= last_group)).nonzero().flatten()
         if not len(members):
             groups.append((_NO_STEP, -_NO_STEP, -_NO_STEP, 0))  # no steps, and an index that exists
             continue
-        first, last = int(members[0]), int(members[-1])
+        first, last = int(members[0]), int(members[-1])  # all in between are members, too
         groups.append((first + first_step, last + first_step, len(fragments) - first - first_step, 0))
         for step in range(first, last + 1):
-            one = (by_step[step][rows] == (group * 8 + lane // 4)[:, None]).long() * 0x3F80  # bfloat16 1.0
+            one = (by_step[step][rows] == (group * 8 + lane // 4)[:, None]).long() * 0x3F80  # [32, 4] of bfloat16 1.0
+            # Two values of 16 bits to a register, the earlier row in the lower half.
             fragments.append(torch.stack((one[:, 0] | one[:, 1] << 16, one[:, 2] | one[:, 3] << 16), dim=-1))
     fragments.append(torch.zeros_like(fragments[0]))  # the kernel reads one ahead
     return slots.int().to(device), torch.stack(fragments).int().to(device), torch.tensor(groups).int().to(device)

@@ -6,8 +6,8 @@ A sum is that of the tensor's bit patterns as signed integers, element i times 2
 bit changes it by an odd number times a power of two, and what moves or flips in several places changes it but by rare
 chance. Sums of integers do not depend on their order: the result is exact, on any device.
 
-On CUDA a kernel (ops/cuda/bit_sums.cu) reads all float32 tensors in one pass; elsewhere its twin in PyTorch gives the
-same numbers, tensor by tensor.
+On CUDA a kernel (ops/cuda/bit_sums.cu) reads all float32 tensors in one pass; elsewhere its reference implementation in
+PyTorch gives the same numbers, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ class BitSums:
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """Sums int64 [len(tensors)] on the tensors' device, which is not waited for."""
         tensors = [tensor.detach() for tensor in tensors]
-        if not tensors or not all(map(fits, tensors)) or not available(tensors[0].device):
-            return torch.stack([plain(tensor) for tensor in tensors]) if tensors else torch.zeros(0, dtype=torch.int64)
+        if not tensors:
+            return torch.zeros(0, dtype=torch.int64)
+        if not all(map(fits, tensors)) or not available(tensors[0].device):
+            return torch.stack([reference_sum(tensor) for tensor in tensors])
         device = tensors[0].device
         known = [number for tensor in tensors for number in (tensor.data_ptr(), tensor.numel())]
         if known != self._known:
@@ -58,11 +60,12 @@ class BitSums:
         return sums
 
 
-def plain(tensor: Tensor) -> Tensor:
+def reference_sum(tensor: Tensor) -> Tensor:
     """The sum of one tensor, in PyTorch; int64 []."""
     bits = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    # Elements with the same weight are those with the same i mod 256, the columns of a matrix and what is left over.
     rows = len(bits) // _THREADS
-    lanes = bits[: rows * _THREADS].view(rows, _THREADS).sum(0, dtype=torch.int64)
+    lanes = bits[: rows * _THREADS].view(rows, _THREADS).sum(0, dtype=torch.int64)  # [256]
     rest = bits[rows * _THREADS :]
     lanes[: len(rest)] += rest
     return (lanes * torch.arange(1, 2 * _THREADS, 2, device=tensor.device)).sum()

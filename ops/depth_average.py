@@ -4,8 +4,8 @@
 
 The sums of n sublayers have about n^2 / 2 terms of the size of the residual stream. Written plainly, each term costs
 several passes over memory forwards and more backwards, more than all matrix products of a small model.
-`BufferedAverages` keeps the states in one buffer and so reads each term once; `PlainAverages` is its slow twin, and the
-form for torch.compile, which fuses the terms by itself.
+`BufferedAverages` keeps the states in one buffer and so reads each term once; `PlainAverages` is its reference
+implementation, and the form for torch.compile, which fuses the terms by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PlainAverages:
     def next(self, x: Tensor, update: Tensor) -> Tensor:
         """x_{k+1} from x_k and the output of sublayer k, of one shape; to be called once for each k, in order."""
         self._states.append(x + update)
-        weights = self._alphas[len(self._states) - 2].unbind()
+        weights = self._alphas[len(self._states) - 2].unbind()  # alpha_k, for states h_0 .. h_{k+1}
         total = self._states[0] * weights[0]
         for state, weight in zip(self._states[1:], weights[1:], strict=True):
             total = total + state * weight
@@ -75,6 +75,7 @@ class _History:
     def __init__(self, alphas: Sequence[Tensor], embeddings: Tensor) -> None:
         self.states = embeddings.new_empty(len(alphas) + 1, embeddings.numel())
         self.gradients: Tensor | None = None
+        # Row k is alpha_k and zeros, so column m has what each average gives to h_m.
         padded = torch.nn.utils.rnn.pad_sequence([alpha.detach() for alpha in alphas], batch_first=True)
         self.alphas = padded.to(self.states.dtype)
 
@@ -105,7 +106,7 @@ class _First(torch.autograd.Function):
         refuse_second_derivative()
         history, (gradient,) = ctx.history, gradients
         assert history.gradients is not None
-        of_state = history.weighted(history.gradients, history.alphas[:, 0].contiguous())
+        of_state = history.weighted(history.gradients, history.alphas[:, 0].contiguous())  # of h_0, in every average
         history.gradients = None  # the last use in a backward pass
         return None, gradient + of_state.view_as(gradient)
 
@@ -114,7 +115,7 @@ class _Next(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, history: _History, k: int, alpha: Tensor, x: Tensor, update: Tensor) -> Tensor:
         ctx.history, ctx.k, ctx.update_dtype = history, k, update.dtype
-        torch.add(x, update, out=history.states[k + 1].view_as(x))
+        torch.add(x, update, out=history.states[k + 1].view_as(x))  # h_{k+1}, straight into the buffer
         return history.weighted(history.states[: k + 2], history.alphas[k, : k + 2]).view_as(x)
 
     @staticmethod
@@ -123,7 +124,8 @@ class _Next(torch.autograd.Function):
         history, k, (gradient,) = ctx.history, ctx.k, gradients
         if history.gradients is None:
             history.gradients = torch.empty_like(history.states[1:])
-        flat = history.gradients[k].copy_(gradient.flatten())
+        flat = history.gradients[k].copy_(gradient.flatten())  # dx_{k+1}, [N]
         of_alpha = torch.stack([flat.dot(state) for state in history.states[: k + 2]])
+        # The gradient of h_{k+1} = x_k + update, and so of both: from the averages that hold it, k and later ones.
         of_state = history.weighted(history.gradients[k:], history.alphas[k:, k + 1].contiguous()).view_as(gradient)
         return None, None, of_alpha, of_state, of_state.to(ctx.update_dtype)

@@ -21,7 +21,7 @@ All arithmetic wraps around (two's complement), ">>>" is a logical shift and
 
 A mask row is a token of [B, T, D] (h = 0, columns are the D features) or a query of attention probabilities
 [B, H, T, T] (h is the head, columns are the keys). Tables that all rows of a step share (the relative embeddings) use
-the step key in place of the row key, and the table's row for t. `site`, from 0 to 32,766, numbers the places of the
+the step key in place of the row key, and the table's row for t. `site`, from 0 to 32,766, numbers the modules of the
 model where dropout is applied; there may be 65,536 heads.
 
 Each wrapping product has a factor that was loaded from memory (row or step key). torch.compile would turn a product of
@@ -45,7 +45,7 @@ _COLUMN_SITE = 32767
 class DropoutKeys(NamedTuple):
     """What the dropout of one (micro-)batch is keyed by.
 
-    rows: int64 [B], a key for each row: a function of (seed, the row's place in the run) alone, different for
+    rows: int64 [B], a key for each row: a function of (seed, the row's position in the run) alone, different for
         different rows. step: int64 tensor [], the same for all rows of an optimizer step, on every rank.
     """
 
@@ -101,20 +101,20 @@ def position_states(keys: Tensor, length: int) -> Tensor:
 
 def token_keys(states: Tensor, site: int) -> Tensor:
     """Keys of mask rows at one site: int64 states of any shape -> int32 keys of the same shape."""
-    return (mix64(states ^ (site * _HEADS_PER_SITE)) >> 32).to(torch.int32)
+    return (mix64(states ^ (site * _HEADS_PER_SITE)) >> 32).to(torch.int32)  # the upper half, signed
 
 
 def head_keys(states: Tensor, site: int, heads: int) -> Tensor:
     """Keys of mask rows at one site for each attention head: int64 states [B, T] -> int32 keys [B, heads, T]."""
-    salts = torch.arange(heads, device=states.device) + site * _HEADS_PER_SITE
+    salts = torch.arange(heads, device=states.device) + site * _HEADS_PER_SITE  # [heads]
     return (mix64(states.unsqueeze(-2) ^ salts.unsqueeze(-1)) >> 32).to(torch.int32)
 
 
 def keep_mask(keys: Tensor, columns: Tensor, p: float) -> Tensor:
     """Which elements survive: int32 keys [...] and columns [C] -> bool [..., C], True where kept."""
-    x = keys.unsqueeze(-1) ^ columns
+    x = keys.unsqueeze(-1) ^ columns  # int32 [..., C], the largest tensor of dropout: what follows is in place
     x.mul_(_ELEMENT_1)
-    x.bitwise_xor_((x >> 15).bitwise_and_(2**17 - 1))
+    x.bitwise_xor_((x >> 15).bitwise_and_(2**17 - 1))  # a logical shift, as in mix64
     x.mul_(_ELEMENT_2)
     return x >= kept_from(p)
 

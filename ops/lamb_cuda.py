@@ -1,9 +1,10 @@
-"""Clipping, LAMB and the average of the weights in three passes over memory: the fast twin of three calls of training/.
+"""CUDA kernels of clipping, LAMB and the average of the weights, in three passes over memory.
 
     update = FusedLamb()
     norm = update([(settings, tensors), ...], max_norm, average_decay)      one element for each group of parameters
 
-does what `clip_gradients`, `Lamb.step` and `Ema.update` do one after the other, except that gradients stay unclipped.
+does what the reference does, `clip_gradients`, `Lamb.step` and `Ema.update` one after the other, except that gradients
+stay unclipped.
 The source is ops/cuda/lamb.cu, compiled by NVRTC (ops/nvrtc.py); float32, any sizes and addresses. Its passes read g,
 then g m v w, then m v w a, and move 52 bytes an element, where the separate calls move 140. Deterministic, without
 atomics. Nothing here waits for the device: when tensors have moved since the call before, as gradients do, a new table

@@ -228,7 +228,7 @@ def _nvrtc() -> ctypes.CDLL:
     name = f"libnvrtc.so.{version}"
     # torch's wheels bring NVRTC as a package beside torch; other builds find it as the system does.
     beside_torch = sorted(Path(torch.__file__).parent.parent.glob(f"nvidia/*/lib/{name}*"))
-    for place in [name, *map(str, beside_torch)]:
+    for path in [name, *map(str, beside_torch)]:
         with contextlib.suppress(OSError):
-            return ctypes.CDLL(place)
+            return ctypes.CDLL(path)
     raise OSError(f"{name} is neither beside torch nor on the system's library path")

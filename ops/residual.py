@@ -76,6 +76,6 @@ class ResidualStream:
         return F.layer_norm(self.x, self.x.shape[-1:], eps=self._eps)
 
     def add(self, update: Tensor, p: float, states: DropoutStates | None, site: int) -> None:
-        """Go past a sublayer with output `update` [B, T, D], of which a share p is dropped (at site, by states)."""
+        """Add a sublayer's output `update` [B, T, D], of which a fraction p is dropped (at site, by states)."""
         update = drop_tokens(update, p, states, site)
         self.x = self.x + update if self._averages is None else self._averages.next(self.x, update)

@@ -98,10 +98,10 @@ class _History:
         self.alphas = None if alphas is None else torch.cat([alpha.detach().float() for alpha in alphas])
         self.states: list[Tensor] = []
         self.gradients: list[Tensor | None] = [None] * sublayers
-        # Sums over depth that were begun for the steps to come, and how many states, or from which gradient on, they
-        # hold.
-        self.begun: list[Tensor] = []
-        self.held = 0
+        # Sums over depth for the next sublayers, float32 [B, T, D] each, as far as their terms are known: forwards over
+        # states[:partial_upto], backwards over gradients[partial_upto:].
+        self.partial_sums: list[Tensor] = []
+        self.partial_upto = 0
 
     def call(self, device: torch.device, sublayer: int, drops: _Drops | None) -> _Call:
         call = _Call(device, self.shape[-1], self.sublayers)
@@ -111,38 +111,40 @@ class _History:
             call.set(tokens=tokens, columns=columns, threshold=kept_from(p), keep_scale=keep_scale(p), site=site)
         return call
 
-    def advance(
+    def forward_kernel(
         self, sublayer: int, drops: _Drops | None, x: Tensor, update: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """New stream, its layer norm, and 1 / its standard deviation [B, T] (both None after the last sublayer)."""
         call, name = self.call(x.device, sublayer, drops), "residual_forward"
         call.set(x=x, update=update)
         if self.alphas is not None:
-            first = self.held if self.begun else 0
+            first = self.partial_upto if self.partial_sums else 0  # the states before it are in the partial sum
+            begun = self.partial_sums.pop(0) if self.partial_sums else None
             call.set_list("states", self.states[first:])
-            call.set(begun=self.begun.pop(0) if self.begun else None, first=first, count=len(self.states) - first)
+            call.set(begun=begun, first=first, count=len(self.states) - first)
             self.states.append(x.new_empty(self.shape, dtype=torch.bfloat16))
-            call.set(state=self.states[-1])
+            call.set(state=self.states[-1])  # written by this kernel, which has its value in registers
             if sublayer > 0 and sublayer % self.group == 0 and self.group > 1:
-                name = self.begin_ahead(call, name, x, min(self.group, self.sublayers - sublayer) - 1, len(self.states))
+                steps = min(self.group, self.sublayers - sublayer) - 1
+                name = self.start_partial_sums(call, name, x, steps, len(self.states))
         out = x if update is None else torch.empty_like(x)
         normalised = deviation = None
         if sublayer < self.sublayers - 1:
             normalised = x.new_empty(self.shape, dtype=torch.bfloat16)
             deviation = x.new_empty(self.shape[:-1])
         call.set(out=None if update is None else out, normalised=normalised, deviation=deviation)
-        call.launch(name, -(-self.shape[:-1].numel() // (_THREADS // 32)), _THREADS)
+        call.launch_by_token(name)
         return out, normalised, deviation
 
-    def begin_ahead(self, call: _Call, name: str, like: Tensor, steps: int, held: int) -> str:
-        """Let a kernel also begin the sums of the next `steps` steps; returns the kernel's name that can."""
+    def start_partial_sums(self, call: _Call, name: str, like: Tensor, steps: int, upto: int) -> str:
+        """Let a kernel add up what it reads for the next `steps` sublayers, too; returns the kernel's name that can."""
         if steps > 0:
-            self.begun, self.held = [torch.empty_like(like) for _ in range(steps)], held
-            call.set_list("ahead", self.begun)
+            self.partial_sums, self.partial_upto = [torch.empty_like(like) for _ in range(steps)], upto
+            call.set_list("ahead", self.partial_sums)
             call.set(n_ahead=steps)
         return f"{name}_ahead" if steps > 0 else name
 
-    def retreat(
+    def backward_kernel(
         self,
         sublayer: int,
         drops: _Drops | None,
@@ -160,27 +162,29 @@ class _History:
             call.set(dnormalised=dnormalised, normalised=saved[0], deviation=saved[1])
         dupdate = None
         if self.alphas is not None:
-            passed = self.sublayers - 1 - sublayer
+            passed = self.sublayers - 1 - sublayer  # sublayers whose backward pass is done
             if passed == 0:
-                self.begun = []  # of a backward pass that ended early
-            later = self.gradients[sublayer + 1 : self.held if self.begun else None]
+                self.partial_sums = []  # of a backward pass that ended early
+            later = self.gradients[sublayer + 1 : self.partial_upto if self.partial_sums else None]
+            begun = self.partial_sums.pop(0) if self.partial_sums else None
             call.set_list("gradients", later)
-            call.set(begun=self.begun.pop(0) if self.begun else None, first=sublayer + 1, count=len(later))
+            call.set(begun=begun, first=sublayer + 1, count=len(later))
             if passed > 0 and passed % self.group == 0 and self.group > 1:
-                name = self.begin_ahead(call, name, dx, min(self.group - 1, sublayer + 1), sublayer)
-        if sublayer >= 0:
+                name = self.start_partial_sums(call, name, dx, min(self.group - 1, sublayer + 1), sublayer)
+        if sublayer >= 0:  # -1: the embeddings, which no sublayer has updated
             dupdate = torch.empty(self.shape, dtype=torch.bfloat16, device=like.device)
             if self.alphas is not None:
                 self.gradients[sublayer] = torch.empty_like(dupdate)
                 call.set(state=self.gradients[sublayer])
         call.set(out=dx, dupdate=dupdate)
-        call.launch(name, -(-self.shape[:-1].numel() // (_THREADS // 32)), _THREADS)
+        call.launch_by_token(name)
         return dx, dupdate
 
     def products(self, device: torch.device) -> list[Tensor]:
         """Gradients of all alphas: <dx_{k+1}, h_m> for m <= k + 1, float32 [k + 2] for each sublayer k."""
         call = self.call(device, -1, None)
         blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        # [n, n + 1] in whole tiles of mma.m16n8k16; each warp adds up its tokens in a matrix of its own.
         rows, columns = -(-self.sublayers // 16) * 16, -(-(self.sublayers + 1) // 8) * 8
         parts = torch.empty(blocks * _PRODUCT_WARPS, rows, columns, device=device)
         call.set_list("states", self.states)
@@ -199,7 +203,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, history: _History, embeddings: Tensor, *alphas: Tensor) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        x, normalised, deviation = history.advance(-1, None, aligned(embeddings.float()), None)
+        x, normalised, deviation = history.forward_kernel(-1, None, aligned(embeddings.float()), None)
         ctx.history, ctx.dtype = history, embeddings.dtype
         ctx.save_for_backward(normalised, deviation)
         return x.view_as(x), normalised
@@ -208,7 +212,7 @@ class _Begin(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         history = ctx.history
-        gradient, _ = history.retreat(-1, None, gradients, ctx.saved_tensors)
+        gradient, _ = history.backward_kernel(-1, None, gradients, ctx.saved_tensors)
         of_alphas: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
         if any(ctx.needs_input_grad[2:]):
             of_alphas = [*history.products(gradient.device)]
@@ -224,7 +228,7 @@ class _Next(torch.autograd.Function):
         ctx: Any, history: _History, sublayer: int, drops: _Drops | None, x: Tensor, update: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        out, normalised, deviation = history.advance(sublayer, drops, x, aligned(update.to(torch.bfloat16)))
+        out, normalised, deviation = history.forward_kernel(sublayer, drops, x, aligned(update.to(torch.bfloat16)))
         ctx.history, ctx.sublayer, ctx.drops, ctx.dtype = history, sublayer, drops, update.dtype
         ctx.save_for_backward(normalised, deviation)
         return out, normalised
@@ -232,7 +236,7 @@ class _Next(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        dx, dupdate = ctx.history.retreat(ctx.sublayer, ctx.drops, gradients, ctx.saved_tensors)
+        dx, dupdate = ctx.history.backward_kernel(ctx.sublayer, ctx.drops, gradients, ctx.saved_tensors)
         assert dupdate is not None
         return None, None, None, dx, dupdate.to(ctx.dtype)
 
@@ -270,9 +274,13 @@ class _Call:
     def set_list(self, name: str, tensors: Sequence[Tensor | None]) -> None:
         """Set a field that is a list of addresses."""
         addresses = getattr(self._params, name)
-        for place, tensor in enumerate(tensors):
+        for index, tensor in enumerate(tensors):
             assert tensor is not None
-            addresses[place] = tensor.data_ptr()
+            addresses[index] = tensor.data_ptr()
+
+    def launch_by_token(self, name: str) -> None:
+        """Queue a kernel in which a warp does a token."""
+        self.launch(name, -(-self._params.n_tokens // (_THREADS // 32)), _THREADS)
 
     def launch(self, name: str, blocks: int, threads: int) -> None:
         """Queue a kernel on the current stream of the tensors' device."""

@@ -1,4 +1,4 @@
-"""Plain attention with rotary positions (RoPE, Su et al. 2021): the fast path for users without relative positions.
+"""Rotary attention (RoPE, Su et al. 2021): plain fused attention, for models without relative positions.
 
 On a CPU, in float32, and inside torch.compile: PyTorch's scaled_dot_product_attention with a boolean mask. On CUDA in
 bf16 or fp16 (sm_80 or later): variable-length flash attention, where documents are sequences of their own (flash-attn's
@@ -39,8 +39,8 @@ class VarlenMetadata(NamedTuple):
 
     causal_rows: how many rows are causal. order, inverse: permutation [B] of the rows that brings these to the front,
     and back; None where all rows agree. boundaries: where each document of the causal rows and of the others starts,
-    and where the last one ends: int32 [documents + 1], counted from the first token of its group. Documents that were
-    expected in vain are empty and come last.
+    and where the last one ends: int32 [documents + 1], counted from the first token of its group. Where fewer documents
+    came than VarlenSizes allows for, the others are empty and come last.
     """
 
     causal_rows: int
@@ -76,7 +76,7 @@ def rope_metadata(
     """
     device, (batch, length) = document_ids.device, document_ids.shape
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
-    angles = torch.arange(length, device=device, dtype=torch.float64)[:, None] * frequencies
+    angles = torch.arange(length, device=device, dtype=torch.float64)[:, None] * frequencies  # [T, d/2]
     cos, sin = angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
     plain = torch.compiler.is_compiling() or obstacle(device, dtype) or reference_chosen("attention")
     kernel = None if plain else varlen_kernel()
@@ -112,7 +112,7 @@ def rope_attention(query: Tensor, key: Tensor, value: Tensor, metadata: RopeAtte
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [B, T, H, d] by its positions, feature i together with feature i + d/2; cos, sin [T, 1, d/2]."""
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)  # [B, T, H, d/2] each
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
@@ -120,10 +120,10 @@ def varlen_metadata(document_ids: Tensor, causal: bool | Tensor, sizes: VarlenSi
     """Split a batch into causal rows and others, and each group into documents (runs of one id in one row)."""
     batch = document_ids.size(0)
     if isinstance(causal, bool):
-        order, causal_rows = None, batch if causal else 0
+        order, causal_rows = None, batch if causal else 0  # one group is empty, and no row moves
     else:
         order = causal.to(torch.int8).argsort(descending=True, stable=True)
-        causal_rows = int(causal.sum()) if sizes is None else sizes.causal_rows
+        causal_rows = int(causal.sum()) if sizes is None else sizes.causal_rows  # the sum waits for the device
         order = order.to(document_ids.device) if 0 < causal_rows < batch else None
     if order is not None:
         document_ids = document_ids[order]
@@ -147,7 +147,8 @@ def varlen_attention(
         (slice(None, metadata.causal_rows), metadata.boundaries[0], True),
         (slice(metadata.causal_rows, None), metadata.boundaries[1], False),
     ):
-        if boundaries.numel() > 1:
+        if boundaries.numel() > 1:  # the group has documents
+            # [rows, T, H, d] -> [rows * T, H, d]: the kernel knows documents alone, and they never cross a row's end
             q, k, v = (x[rows].flatten(0, 1).contiguous() for x in (query, key, value))
             parts.append(kernel(q, k, v, boundaries, query.size(1), causal).view_as(query[rows]))
     context = torch.cat(parts)
@@ -206,8 +207,8 @@ def _boundaries(document_ids: Tensor, count: int | None) -> Tensor:
     starts = document_starts(document_ids).flatten()
     if count is None:
         return F.pad(starts.nonzero().flatten(), (0, 1), value=starts.numel()).to(torch.int32)
-    # What starts no document goes to a place behind the last, which is cut off.
-    place = torch.where(starts, starts.cumsum(0) - 1, count + 1)
+    # The number of the document that a token starts; all other tokens write to index count + 1, which is cut off.
+    index = torch.where(starts, starts.cumsum(0) - 1, count + 1)
     token = torch.arange(starts.numel(), device=starts.device, dtype=torch.int32)
     found = torch.full((count + 2,), starts.numel(), device=starts.device, dtype=torch.int32)
-    return found.scatter_(0, place, token)[: count + 1]
+    return found.scatter_(0, index, token)[: count + 1]

@@ -1,4 +1,4 @@
-"""The fused attention kernels: their tables (on any machine), and on a GPU themselves against a float64 reference."""
+"""Attention kernels: their metadata (on any machine), and on a GPU themselves against the formula in float64."""
 
 import math
 import weakref
@@ -17,14 +17,14 @@ from ops.attention_metadata import attention_allowed, bucket, fused_metadata, re
 from ops.dropout import head_keys, keep_mask, keep_scale, mix64
 from ops.rope import varlen_metadata
 
-# Layouts and tables
+# Metadata
 
 
 @pytest.mark.parametrize(
     ("length", "bucket_size", "max_position"),
     [(1, 32, 512), (64, 4, 12), (128, 32, 512), (300, 16, 18), (512, 32, 128)],
 )
-def test_tables_are_the_buckets(length, bucket_size, max_position):
+def test_position_tables_hold_the_buckets(length, bucket_size, max_position):
     """The slot of each distance, and the one-hot matrix put together from its fragments."""
     padded = attention_metadata.padded_length(length)
     slots, fragments, groups = attention_metadata.position_tables(
@@ -56,8 +56,8 @@ def test_buckets_are_antisymmetric_and_monotone(bucket_size, further):
     assert (buckets.diff() >= 0).all()
 
 
-def test_tables_stay_where_they_are():
-    """A recorded CUDA graph keeps their addresses alone: other row lengths, however many, must not free them."""
+def test_position_tables_keep_their_addresses():
+    """A captured CUDA graph keeps their addresses alone: other row lengths, however many, must not free them."""
     ids = torch.zeros(1, 100, dtype=torch.int64)
     metadata = fused_metadata(ids, torch.tensor([True]), 32, 512)
     kept = [weakref.ref(table) for table in metadata[2:]]
@@ -76,7 +76,7 @@ def rows_of_documents(draw: st.DrawFn) -> Tensor:
 
 
 @given(ids=rows_of_documents())
-def test_a_document_is_a_run_of_one_id_everywhere(ids: Tensor):
+def test_document_is_a_run_of_one_id_in_every_metadata(ids: Tensor):
     """Spans (kernels), the mask (reference, SDPA) and boundaries (variable-length kernels) against the definition."""
     batch, length = ids.shape
     same = torch.zeros(batch, length, length, dtype=torch.bool)
@@ -97,7 +97,7 @@ def test_a_document_is_a_run_of_one_id_everywhere(ids: Tensor):
     assert torch.equal((document[:, :, None] == document[:, None]) & real, same)
 
 
-def test_a_machine_without_the_kernels_says_so():
+def test_attention_kernel_is_not_available_without_cuda():
     assert not attention_cuda.available(torch.device("cpu"), 64, 63)
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -106,7 +106,7 @@ def test_a_machine_without_the_kernels_says_so():
 
 
 @pytest.mark.parametrize("problem", [OSError("no NVRTC"), RuntimeError("no registers left")], ids=["absent", "failing"])
-def test_kernels_that_do_not_compile_are_a_warning(monkeypatch: pytest.MonkeyPatch, problem: Exception):
+def test_attention_kernel_that_does_not_compile_warns(monkeypatch: pytest.MonkeyPatch, problem: Exception):
     def fail(*_: object) -> None:
         raise problem
 
@@ -118,7 +118,7 @@ def test_kernels_that_do_not_compile_are_a_warning(monkeypatch: pytest.MonkeyPat
         assert not attention_cuda.available.__wrapped__(torch.device("cuda", 0), 64, 63)
 
 
-def test_kernels_run_in_bfloat16_unless_the_reference_is_chosen(monkeypatch: pytest.MonkeyPatch):
+def test_attention_kernel_runs_in_bfloat16_unless_reference_is_chosen(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_cuda, "available", lambda *_: True)
     monkeypatch.delenv("HYBRID_REFERENCE", raising=False)
     device = torch.device("cuda", 0)
@@ -128,7 +128,7 @@ def test_kernels_run_in_bfloat16_unless_the_reference_is_chosen(monkeypatch: pyt
     assert not attention.use_kernel(device, torch.bfloat16, 64, 63, True, True)
 
 
-def test_fake_operators_have_the_real_shapes():
+def test_fake_attention_operators_have_real_shapes():
     """Forward and backward through FakeTensors: what torch.compile plans with."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -192,8 +192,8 @@ class Case:
         context = attention_cuda.fused_relative_attention(*leaves, metadata, self.p, self.keys, self.columns)
         return [context.detach(), *torch.autograd.grad(context, leaves, self.gradient)]
 
-    def eager(self) -> list[Tensor]:
-        """The same by the twin in ops.attention, in bfloat16."""
+    def reference(self) -> list[Tensor]:
+        """The same by the reference in ops.attention, in bfloat16."""
         leaves = [x.clone().requires_grad_() for x in (self.query_key, self.value, self.positions)]
         metadata = relative_metadata(self.ids, self.causal, *self.buckets, torch.bfloat16)
         parts = (*leaves[0].unbind(2), leaves[1], *leaves[2].unbind(1))
@@ -234,8 +234,8 @@ def errors(results: list[Tensor], exact: list[Tensor]) -> list[float]:
     never taken relative to less than a fifth of the inputs' size.
     """
     return [
-        (result.double() - reference).norm().item() / max(reference.norm().item(), 0.2 * reference.numel() ** 0.5)
-        for result, reference in zip(results, exact, strict=True)
+        (result.double() - true).norm().item() / max(true.norm().item(), 0.2 * true.numel() ** 0.5)
+        for result, true in zip(results, exact, strict=True)
     ]
 
 
@@ -248,13 +248,13 @@ def check(case: Case) -> None:
     assert max(errors(results, exact)) < 1.2e-2
 
 
-def check_against_twin(case: Case) -> None:
-    """On more than a few tokens the kernels' errors are no larger than the twin's."""
+def check_against_reference(case: Case) -> None:
+    """On more than a few tokens the kernels' errors are no larger than the reference's."""
     check(case)
     exact = case.exact()
-    for ours, twin, reference in zip(case.fused(), case.eager(), exact, strict=True):
-        assert (ours.double() - reference).norm() <= 1.1 * (twin.double() - reference).norm()
-        assert (ours.double() - reference).norm() <= 8e-3 * reference.norm()
+    for ours, reference, true in zip(case.fused(), case.reference(), exact, strict=True):
+        assert (ours.double() - true).norm() <= 1.1 * (reference.double() - true).norm()
+        assert (ours.double() - true).norm() <= 8e-3 * true.norm()
 
 
 @st.composite
@@ -283,7 +283,7 @@ def document_ids(draw: st.DrawFn) -> Tensor:
     p=st.sampled_from([0.0, 0.1, 0.5]),
     seed=st.integers(0, 1000),
 )
-def test_kernels_are_the_formula(ids, heads, head_dim, buckets, p, seed):
+def test_attention_kernels_match_formula(ids, heads, head_dim, buckets, p, seed):
     check(Case(*ids.shape, heads, head_dim, ids, *buckets, p, seed))
 
 
@@ -323,7 +323,7 @@ def check_few_slots(head_dim: int) -> None:
 
 
 def check_more_work_than_runs_at_once(head_dim: int) -> None:
-    check_against_twin(Case(40, 256, 12, head_dim))
+    check_against_reference(Case(40, 256, 12, head_dim))
 
 
 def check_same_bits(head_dim: int) -> None:
@@ -340,7 +340,7 @@ def check_same_bits(head_dim: int) -> None:
     "check_case",
     [check_documents, check_single_tokens, check_few_slots, check_more_work_than_runs_at_once, check_same_bits],
 )
-def test_forms_for_other_devices(
+def test_attention_kernels_for_other_devices_match_formula(
     pretend: Callable[[str, int], None],
     check_case: Callable[[int], None],
     architecture: str,
@@ -357,7 +357,9 @@ def test_forms_for_other_devices(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ["", "sm_90"])
-def test_forwards_alone_where_there_is_no_room_for_more(pretend: Callable[[str, int], None], architecture: str):
+def test_attention_kernel_runs_forwards_alone_in_little_shared_memory(
+    pretend: Callable[[str, int], None], architecture: str
+):
     pretend(architecture, 99)
     device = torch.device("cuda", 0)
     assert not attention_cuda.available(device, 128, 63, False, True)
@@ -370,26 +372,26 @@ def test_forwards_alone_where_there_is_no_room_for_more(pretend: Callable[[str, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("batch", "length"), [(40, 128), (6, 512), (2, 1100)])
-def test_kernels_on_more_work_than_runs_at_once(batch, length):
-    check_against_twin(Case(batch, length, 12, 64))
+def test_attention_kernels_match_reference_on_more_work_than_runs_at_once(batch, length):
+    check_against_reference(Case(batch, length, 12, 64))
 
 
 @pytest.mark.gpu
-def test_kernels_on_padding_alone():
+def test_attention_kernels_return_zeros_for_padding_alone():
     case = Case(2, 100, 2, 64, torch.full((2, 100), -1))
     for tensor in case.fused():
         assert not tensor.any()
 
 
 @pytest.mark.gpu
-def test_kernels_are_deterministic():
+def test_attention_kernels_are_deterministic():
     case = Case(20, 200, 12, 64, (torch.arange(200) // 70).expand(20, 200).clone())
     for first, second in zip(case.fused(), case.fused(), strict=True):
         assert torch.equal(first, second)
 
 
 @pytest.mark.gpu
-def test_kernels_drop_by_the_rule_forwards_and_backwards():
+def test_attention_kernels_drop_by_the_rule_forwards_and_backwards():
     """With one-hot values the context is the dropped probabilities, and the gradient of values is its transpose."""
     length, p = 64, 0.3
     case = Case(3, length, 2, 64, p=p)
@@ -409,7 +411,7 @@ def test_kernels_drop_by_the_rule_forwards_and_backwards():
 
 
 @pytest.mark.gpu
-def test_kernels_take_views():
+def test_attention_kernels_take_views():
     """Values that are a part of one projection's output, and a gradient that is not contiguous."""
     case = Case(3, 90, 4, 64)
     metadata = fused_metadata(case.ids, case.causal, *case.buckets)
@@ -431,7 +433,7 @@ def test_kernels_take_views():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_kernels_are_one_node_of_a_compiled_graph():
+def test_attention_kernels_are_one_node_of_a_compiled_graph():
     case = Case(2, 128, 3, 64)
     metadata = fused_metadata(case.ids, case.causal, *case.buckets)
 
@@ -450,7 +452,7 @@ def test_kernels_are_one_node_of_a_compiled_graph():
 
 
 @pytest.mark.gpu
-def test_kernels_refuse_what_they_would_misread():
+def test_attention_kernels_refuse_wrong_shapes():
     case = Case(2, 64, 2, 64)
     metadata = fused_metadata(case.ids[:, :-1], case.causal, *case.buckets)
     with pytest.raises(ValueError, match=r"63\] tokens"):

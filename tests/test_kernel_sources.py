@@ -1,4 +1,4 @@
-"""What the wrappers of the CUDA kernels promise their sources, and the cache of compiled code; no GPU is needed."""
+"""Sources of the CUDA kernels: what their wrappers promise them, and the cache of compiled code; no GPU is needed."""
 
 import ctypes
 import os
@@ -43,7 +43,7 @@ def complaints(source: str, defined: dict[str, int], facts: list[str]) -> str:
     return subprocess.run(command, input=program, capture_output=True, text=True, check=False).stderr
 
 
-def against_layout(source: str, defined: dict[str, int], params: type[ctypes.Structure]) -> str:
+def params_mismatch(source: str, defined: dict[str, int], params: type[ctypes.Structure]) -> str:
     """What speaks against a Params laid out as `params`: its size, offsets, a field more in the padding at the end."""
     names = [field[0] for field in params._fields_]
     more = ", ".join(["{}"] * (len(names) + 1))  # initialisers for one field more than there are do not compile
@@ -56,11 +56,11 @@ def against_layout(source: str, defined: dict[str, int], params: type[ctypes.Str
 
 
 @pytest.mark.parametrize("module", _DEFINED, ids=lambda module: module.__name__)
-def test_parameters_are_laid_out_as_in_the_source(module):
-    assert not against_layout(plain_part(module), _DEFINED[module], module._Params)
+def test_params_structures_match_the_sources(module):
+    assert not params_mismatch(plain_part(module), _DEFINED[module], module._Params)
 
 
-def test_a_field_that_one_side_lacks_is_found():
+def test_params_check_finds_a_field_that_one_side_lacks():
     """Also one that hides in the padding at the end."""
     source, fields = plain_part(cross_entropy_cuda), cross_entropy_cuda._Params._fields_
     more, fewer = (
@@ -68,14 +68,14 @@ def test_a_field_that_one_side_lacks_is_found():
         for changed in ([*fields, ("added", ctypes.c_int32)], fields[1:])
     )
     assert ctypes.sizeof(more) == ctypes.sizeof(cross_entropy_cuda._Params)
-    assert "added" in against_layout(source, {}, more)
-    assert "sizeof" in against_layout(source, {}, fewer)
-    assert "has_more" in against_layout(source.removesuffix("};") + "  int added;\n};", {}, cross_entropy_cuda._Params)
+    assert "added" in params_mismatch(source, {}, more)
+    assert "sizeof" in params_mismatch(source, {}, fewer)
+    assert "has_more" in params_mismatch(source.removesuffix("};") + "  int added;\n};", {}, cross_entropy_cuda._Params)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_shared_memory_is_what_the_source_takes(head_dim: int, stages: int):
+def test_shared_memory_size_matches_the_source(head_dim: int, stages: int):
     defined = {"HEAD_DIM": head_dim, "DROPOUT": 1, "FORWARD_STAGES": stages, "BACKWARD_STAGES": stages}
     facts = [
         f"Shared<{str(backward).lower()}>::bytes == {attention_cuda._shared_bytes(head_dim, backward, stages)}"
@@ -87,7 +87,7 @@ def test_shared_memory_is_what_the_source_takes(head_dim: int, stages: int):
     assert not complaints(plain_part(attention_cuda), defined, facts)
 
 
-def test_further_sizes_are_those_of_the_sources():
+def test_constants_match_the_sources():
     table = f"sizeof(Tensor) == {5 * 8} && THREADS == {lamb_cuda._THREADS} && CHUNK == {lamb_cuda._CHUNK}"
     assert not complaints(plain_part(lamb_cuda), {}, [table])
     chunks = f"THREADS == {bit_sums._THREADS} && CHUNK == {lamb_cuda._CHUNK}"
@@ -128,7 +128,7 @@ def cached_files(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "changed"])
-def test_a_damaged_file_of_compiled_code_is_made_anew(compiler: Compiler, tmp_path: Path, damage: str):
+def test_kernel_cache_replaces_a_damaged_file(compiler: Compiler, tmp_path: Path, damage: str):
     code = nvrtc.compiled(cross_entropy_cuda._SOURCE, "sm_90a", [])
     assert nvrtc.compiled(cross_entropy_cuda._SOURCE, "sm_90a", []) == code
     assert compiler.calls == 1, "the second time it comes from the cache"
@@ -141,7 +141,9 @@ def test_a_damaged_file_of_compiled_code_is_made_anew(compiler: Compiler, tmp_pa
     assert file.read_bytes() == whole
 
 
-def test_a_full_disk_keeps_no_part_of_a_file(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_kernel_cache_keeps_no_partial_file_on_a_full_disk(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -151,7 +153,7 @@ def test_a_full_disk_keeps_no_part_of_a_file(compiler: Compiler, tmp_path: Path,
     assert not cached_files(tmp_path)
 
 
-# What wrappers make of tensors that the kernels could not read
+# Tensors that the kernels could not read as they are
 
 
 def misaligned(*shape: int) -> Tensor:
@@ -160,7 +162,7 @@ def misaligned(*shape: int) -> Tensor:
     return torch.arange(size + 1, dtype=torch.bfloat16)[1:].view(shape)
 
 
-def test_tensors_at_odd_addresses_are_copied():
+def test_unaligned_tensors_are_copied():
     x = misaligned(2, 3, 2, 4, 64)
     assert x.data_ptr() % 16
     copies = (attention_cuda._with_dense_heads(x), gated_norm_cuda._rows(x).view(x.shape), nvrtc.aligned(x))
@@ -185,7 +187,7 @@ def test_tensors_at_odd_addresses_are_copied():
         lambda x: x[:, :0],
     ],
 )
-def test_rows_are_where_the_kernel_looks_for_them(view):
+def test_gated_norm_rows_are_where_the_kernel_reads_them(view):
     x = view(torch.arange(5 * 256.0).bfloat16().view(1, 5, 256))
     rows = gated_norm_cuda._rows(x)
     assert rows.data_ptr() % 16 == 0
@@ -194,7 +196,7 @@ def test_rows_are_where_the_kernel_looks_for_them(view):
     assert torch.equal(read, x.reshape(-1, x.size(-1)))
 
 
-def test_a_gated_norm_of_two_shapes_is_refused():
+def test_gated_norm_refuses_two_shapes():
     value, gate = torch.zeros(4, 256, dtype=torch.bfloat16), torch.zeros(3, 256, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"gate .*\[3, 256\] for value \[4, 256\]"):
         gated_norm_cuda._launch("gated_norm_forward", False, 1e-5, value=value, gate=gate)

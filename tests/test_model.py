@@ -51,7 +51,7 @@ def test_documents_do_not_see_each_other(kind, causal: bool):
     assert (before[:, 7:14] - after[:, 7:14]).abs().max() > 1e-2
 
 
-def test_causal_rows_do_not_see_the_future_and_others_do(kind):
+def test_causal_rows_alone_do_not_see_the_future(kind):
     model = make_model(kind).eval()
     input_ids, _ = make_inputs()
     document_ids = torch.zeros_like(input_ids)
@@ -66,7 +66,7 @@ def test_causal_rows_do_not_see_the_future_and_others_do(kind):
     assert difference[:, 10:].min() > 1e-4
 
 
-def test_flags_by_row_are_separate_calls(kind):
+def test_causal_flags_by_row_match_separate_calls(kind):
     model = make_model(kind).eval()
     input_ids, document_ids = make_inputs()
     causal = torch.tensor([False, True, True, False])
@@ -85,7 +85,7 @@ def test_padding_changes_nothing(kind):
         torch.testing.assert_close(padded, model.encode(input_ids, document_ids, causal), rtol=1e-5, atol=1e-5)
 
 
-def test_rows_of_padding_give_no_nan(kind):
+def test_padding_rows_give_no_nan(kind):
     model = make_model(kind, dropout=0.1).train()
     input_ids, document_ids = make_inputs()
     document_ids[1] = -1
@@ -99,7 +99,7 @@ def test_rows_of_padding_give_no_nan(kind):
 
 
 @pytest.mark.parametrize("length", [1, 2, 19, 20, 21, 90])
-def test_any_row_length(kind, length: int):
+def test_encode_takes_any_row_length(kind, length: int):
     """Also beyond max_position_embeddings (20 here); a row's beginning is the same in a longer row."""
     model = make_model(kind).eval()
     input_ids = make_inputs(2, 90)[0]
@@ -110,7 +110,7 @@ def test_any_row_length(kind, length: int):
     torch.testing.assert_close(hidden, longest[:, :length], rtol=1e-4, atol=1e-5)
 
 
-def test_inputs_of_different_shapes_are_refused():
+def test_encode_refuses_inputs_of_different_shapes():
     model = make_model()
     with pytest.raises(ValueError, match=r"input_ids of shape \(2, 5\) and document_ids of shape \(2, 4\)"):
         model.encode(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64), True)
@@ -119,7 +119,7 @@ def test_inputs_of_different_shapes_are_refused():
 # Dropout
 
 
-def test_a_row_drops_the_same_in_any_batch(kind):
+def test_dropout_of_a_row_is_the_same_in_any_batch(kind):
     model = make_model(kind, dropout=0.2).train()
     input_ids, document_ids = make_inputs(6)
     causal = torch.tensor([True, False, True, False, False, True])
@@ -161,7 +161,7 @@ def test_dropout_is_on_in_training_alone(kind):
     assert not torch.equal(model(*arguments, keys_for(4)), model(*arguments, other_step))
 
 
-def test_every_place_of_dropout_has_a_site_of_its_own(kind, monkeypatch):
+def test_dropout_sites_are_distinct(kind, monkeypatch):
     sites = []
 
     def record(module, name: str) -> None:
@@ -195,7 +195,7 @@ def test_forward_is_encode_and_predict(kind):
     torch.testing.assert_close(model(input_ids, document_ids, True, positions), everything.flatten(0, 1)[positions])
 
 
-def test_no_targets_at_all_still_reaches_every_parameter(kind):
+def test_forward_without_targets_reaches_every_parameter(kind):
     model = make_model(kind, dropout=0.1).train()
     logits = model(*make_inputs(), True, torch.empty(0, dtype=torch.int64), keys_for(4))
     assert logits.shape == (0, 60)
@@ -227,7 +227,7 @@ def test_bf16_autocast_is_close_to_float32(kind):
 
 
 @pytest.mark.slow
-def test_compiled_model_is_the_same(kind):
+def test_compiled_model_matches_eager(kind):
     """One graph without breaks, for forward and backward, with dropout and flags by row."""
     model = make_model(kind, dropout=0.1).train()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -245,7 +245,7 @@ def test_compiled_model_is_the_same(kind):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_cuda_agrees_with_the_cpu_and_never_waits(kind):
+def test_cuda_model_matches_cpu_without_host_sync(kind):
     model = make_model(kind, dropout=0.1).train()
     input_ids, document_ids = make_inputs()
     causal = torch.tensor([True, False, True, False])
@@ -283,7 +283,7 @@ def by_the_reference(
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("model_type", ["ltg-bert", "gpt-bert"])
-def test_kernels_are_given_what_the_twin_is(monkeypatch: pytest.MonkeyPatch, model_type: str, dropout: float):
+def test_kernels_are_given_what_reference_is(monkeypatch: pytest.MonkeyPatch, model_type: str, dropout: float):
     model = make_model((model_type, "relative"), dropout=dropout).train()
     input_ids, document_ids = make_inputs()
     document_ids[1, 9:] = -1
@@ -304,7 +304,7 @@ def test_kernels_are_given_what_the_twin_is(monkeypatch: pytest.MonkeyPatch, mod
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("model_type", ["ltg-bert", "gpt-bert"])
-def test_kernels_in_the_model_agree_with_the_twin_and_never_wait(monkeypatch: pytest.MonkeyPatch, model_type: str):
+def test_kernels_in_model_match_reference_without_host_sync(monkeypatch: pytest.MonkeyPatch, model_type: str):
     model = make_model((model_type, "relative"), dropout=0.1, hidden_size=64).train().cuda()
     input_ids, document_ids = (x.cuda() for x in make_inputs())
     document_ids[1, 9:] = -1
@@ -333,14 +333,14 @@ def test_kernels_in_the_model_agree_with_the_twin_and_never_wait(monkeypatch: py
     finally:
         torch.cuda.set_sync_debug_mode("default")
     monkeypatch.setenv("HYBRID_REFERENCE", "attention")
-    ours, twin = (torch.cat([x.flatten() for x in results]) for results in (ours, step(True)))
-    assert 0 < (ours - twin).norm() < 0.05 * exact.norm()
-    assert (ours - exact).norm() < 1.2 * (twin - exact).norm()
+    ours, reference = (torch.cat([x.flatten() for x in results]) for results in (ours, step(True)))
+    assert 0 < (ours - reference).norm() < 0.05 * exact.norm()
+    assert (ours - exact).norm() < 1.2 * (reference - exact).norm()
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_kernels_in_compiled_sublayers(monkeypatch: pytest.MonkeyPatch):
+def test_kernels_in_compiled_sublayers_match_eager(monkeypatch: pytest.MonkeyPatch):
     """No graph breaks; as many graphs for four layers as for two, and none for row lengths after the second one."""
     from torch._dynamo.utils import counters
 
@@ -372,7 +372,7 @@ def test_kernels_in_compiled_sublayers(monkeypatch: pytest.MonkeyPatch):
 # Weights and state
 
 
-def test_nothing_but_parameters_is_saved(kind):
+def test_state_dict_holds_parameters_alone(kind):
     model = make_model(kind)
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
     assert not list(model.buffers())
@@ -401,7 +401,7 @@ def test_initialisation():
         assert alpha.tolist() == [0.0] * (index + 1) + [1.0]
 
 
-def test_initialisation_is_decided_by_the_generator():
+def test_initialisation_depends_on_generator_alone():
     config = ModelConfig.from_dict(SIZES)
     first, again = (GPTBert(config, torch.Generator().manual_seed(1)) for _ in range(2))
     other = GPTBert(config, torch.Generator().manual_seed(2))

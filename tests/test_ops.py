@@ -44,7 +44,7 @@ def is_kept(row: int, step: int, token: int, column: int, site: int, head: int, 
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_masks_follow_the_documented_rule(device: str):
+def test_dropout_masks_follow_the_documented_rule(device: str):
     keys = DropoutKeys(row_keys(3).to(device), torch.tensor(-(2**60) - 7, device=device))
     rows, step = keys.rows.tolist(), int(keys.step)
     states = dropout.dropout_states(keys, length=5, columns=9, table_rows=4)
@@ -62,7 +62,7 @@ def test_masks_follow_the_documented_rule(device: str):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_masks_are_the_same_on_cuda_and_compiled():
+def test_dropout_masks_are_the_same_on_cuda_and_compiled():
     keys = DropoutKeys(row_keys(8), torch.tensor(17))
 
     def masks(keys: DropoutKeys) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,8 +73,8 @@ def test_masks_are_the_same_on_cuda_and_compiled():
     expected = masks(keys)
     on_cuda = DropoutKeys(keys.rows.cuda(), keys.step.cuda())
     for function in (masks, torch.compile(masks)):
-        for mask, wanted in zip(function(on_cuda), expected, strict=True):
-            assert torch.equal(mask.cpu(), wanted)
+        for mask, reference in zip(function(on_cuda), expected, strict=True):
+            assert torch.equal(mask.cpu(), reference)
 
 
 def test_int32_products_wrap_around():
@@ -85,23 +85,23 @@ def test_int32_products_wrap_around():
 
 
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9])
-def test_share_of_kept_elements(p: float):
+def test_dropout_keeps_the_right_fraction(p: float):
     states = dropout.dropout_states(DropoutKeys(row_keys(16), torch.tensor(5)), 256, 256)
     kept = dropout.keep_mask(dropout.token_keys(states.tokens, 1), states.columns, p).double()
     deviation = math.sqrt(p * (1 - p) / kept.numel())
     assert abs(kept.mean() - (1 - p)) < 4 * deviation
     for dim in range(3):  # each row, each token and each column on its own
         others = tuple(other for other in range(3) if other != dim)
-        share = kept.mean(dim=others)
-        limit = 5 * deviation * math.sqrt(len(share))
-        assert (share - (1 - p)).abs().max() < limit
+        fraction = kept.mean(dim=others)
+        limit = 5 * deviation * math.sqrt(len(fraction))
+        assert (fraction - (1 - p)).abs().max() < limit
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.corrcoef(torch.stack([a.flatten().double(), b.flatten().double()]))[0, 1])
 
 
-def test_masks_of_rows_tokens_columns_sites_heads_and_steps_are_independent():
+def test_dropout_masks_are_independent_along_every_axis():
     states = dropout.dropout_states(DropoutKeys(torch.arange(8), torch.tensor(1)), 128, 256)
     later = dropout.dropout_states(DropoutKeys(torch.arange(8), torch.tensor(2)), 128, 256)
 
@@ -129,7 +129,7 @@ def test_masks_of_rows_tokens_columns_sites_heads_and_steps_are_independent():
     assert pairs.max() < 5 / math.sqrt(len(columns))
 
 
-def test_masks_do_not_depend_on_the_batch():
+def test_dropout_masks_do_not_depend_on_the_batch():
     rows = row_keys(6)
     order = torch.tensor([4, 0, 5])
 
@@ -182,7 +182,7 @@ def bucket_by_definition(distance: int, bucket_size: int, max_position: int) -> 
 @pytest.mark.parametrize(
     ("bucket_size", "max_position"), [(8, 64), (32, 512), (9, 65), (2, 3), (3, 20), (8, 6), (10, 81)]
 )
-def test_buckets(bucket_size: int, max_position: int):
+def test_buckets_match_the_published_formula(bucket_size: int, max_position: int):
     reach = max_position + 50
     distances = torch.arange(-reach, reach + 1)
     buckets = attention_metadata.bucket(distances, bucket_size, max_position)
@@ -230,7 +230,7 @@ def attention_by_definition(content, positions, ids, causal, bucket_size: int, m
     return out
 
 
-def test_relative_attention_is_its_definition():
+def test_relative_attention_matches_definition():
     content, positions, ids, causal = relative_inputs()
     metadata = attention_metadata.relative_metadata(ids, causal, 4, 12)
     context = attention.relative_attention(*content, *positions, metadata)
@@ -239,8 +239,8 @@ def test_relative_attention_is_its_definition():
     torch.testing.assert_close(context, expected.float(), rtol=1e-5, atol=1e-6)
 
 
-def test_products_with_one_hot_matrices_are_gathering():
-    """The form for GPUs against its slow twin, with gradients."""
+def test_products_with_one_hot_matrices_match_gathering():
+    """The form for GPUs against the reference, with gradients."""
     content, positions, ids, causal = relative_inputs()
     metadata = attention_metadata.relative_metadata(ids, causal, 4, 12)
     assert metadata.one_hot is None, "a CPU gathers"
@@ -295,7 +295,7 @@ def rope_inputs(batch: int = 4, length: int = 19, heads: int = 2, head_dim: int 
     return content, ids, torch.tensor([False, True, False, True])
 
 
-def test_rope_attention_is_its_definition():
+def test_rope_attention_matches_definition():
     (query, key, value), ids, causal = rope_inputs()
     context = rope.rope_attention(query, key, value, rope.rope_metadata(ids, causal, 8, 100.0, torch.float32))
     turn = torch.arange(19).double()[:, None] * 100.0 ** (-torch.arange(4).double() / 4)
@@ -333,7 +333,7 @@ def test_rope_scores_depend_on_distance_alone():
     "causal", [True, False, torch.tensor([False, True, False, True]), torch.ones(4, dtype=torch.bool)]
 )
 @pytest.mark.parametrize("expected", [None, 40])
-def test_variable_length_form_is_the_masked_form(causal, expected: int | None):
+def test_varlen_attention_matches_masked_attention(causal, expected: int | None):
     """Document boundaries and the order of rows, with a kernel that runs each document by itself."""
 
     def kernel(query, key, value, boundaries, longest, causal):
@@ -361,7 +361,7 @@ def test_variable_length_form_is_the_masked_form(causal, expected: int | None):
 
 
 @pytest.mark.gpu
-def test_variable_length_kernel_on_cuda():
+def test_varlen_kernel_matches_masked_attention():
     kernel = rope.varlen_kernel()
     assert kernel is not None, "torch >= 2.11 has one"
     torch.manual_seed(3)
@@ -390,7 +390,7 @@ def run_averages(form, alphas, embeddings, sublayers, autocast: bool = False) ->
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_buffered_averages_are_plain_averages(autocast: bool):
+def test_buffered_averages_match_plain_averages(autocast: bool):
     """With gradients of everything, updates of two dtypes, and twice through one graph."""
     torch.manual_seed(4)
     embeddings = torch.randn(2, 5, 8, requires_grad=True)
@@ -411,7 +411,7 @@ def test_buffered_averages_are_plain_averages(autocast: bool):
 
 
 @pytest.mark.parametrize("sublayers", [1, 3])
-def test_a_second_derivative_of_buffered_averages_is_refused(sublayers: int):
+def test_buffered_averages_refuse_a_second_derivative(sublayers: int):
     """Also where the loss's own gradient is constant; with the plain form it is there."""
     for form in (depth_average.PlainAverages, depth_average.BufferedAverages):
         embeddings = torch.randn(2, 3, 4, requires_grad=True)

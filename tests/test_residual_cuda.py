@@ -1,4 +1,4 @@
-"""The residual stream's and the gated norm's CUDA kernels against their plain twins in float64."""
+"""CUDA kernels of residual stream, gated norm and cross-entropy against their reference implementations in float64."""
 
 import gc
 import weakref
@@ -68,20 +68,20 @@ class Chain:
     ("shape", "sublayers"),
     [((2, 17, 128), 1), ((3, 5, 384), 7), ((2, 33, 768), 24), ((1, 3, 1024), 48), ((2, 9, 2048), 5), ((1, 1, 256), 4)],
 )
-def test_the_stream_is_its_definition(shape: tuple[int, int, int], sublayers: int, averaged: bool, p: float):
-    """No further from float64 than the plain form under autocast."""
+def test_residual_kernels_match_reference(shape: tuple[int, int, int], sublayers: int, averaged: bool, p: float):
+    """No further from float64 than the reference under autocast."""
     chain = Chain(shape, sublayers, averaged, p, "cuda")
     exact = chain.run(ResidualStream, torch.float64)
     ours = relative_error(chain.run(FusedResidualStream, torch.float32, autocast=True), exact)
-    twin = relative_error(chain.run(ResidualStream, torch.float32, autocast=True), exact)
-    assert len(ours) == len(twin) == 2 + sublayers * (2 if averaged else 1)
-    for mine, theirs in zip(ours, twin, strict=True):
+    reference = relative_error(chain.run(ResidualStream, torch.float32, autocast=True), exact)
+    assert len(ours) == len(reference) == 2 + sublayers * (2 if averaged else 1)
+    for mine, theirs in zip(ours, reference, strict=True):
         assert mine < 1.3 * theirs + 2e-3
-    assert sum(ours) < 1.2 * sum(twin) + 2e-3
+    assert sum(ours) < 1.2 * sum(reference) + 2e-3
 
 
 @gpu
-def test_the_stream_twice_through_one_graph_and_the_same_bits_each_time():
+def test_residual_kernels_are_deterministic_and_take_a_second_backward():
     chain = Chain((2, 9, 384), 6, True, 0.1, "cuda")
     first, second = (chain.run(FusedResidualStream, torch.float32, autocast=True) for _ in range(2))
     for a, b in zip(first, second, strict=True):
@@ -99,7 +99,7 @@ def test_the_stream_twice_through_one_graph_and_the_same_bits_each_time():
 
 
 @gpu
-def test_second_derivatives_are_refused():
+def test_kernels_refuse_second_derivatives():
     """Of the stream, and of every operator with kernels."""
     x = torch.randn(2, 9, 384, device="cuda", requires_grad=True)
     with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -120,7 +120,7 @@ def test_second_derivatives_are_refused():
 
 
 @gpu
-def test_a_label_outside_of_the_vocabulary_is_a_loss_of_nan():
+def test_cross_entropy_kernel_gives_nan_for_a_label_outside_of_the_vocabulary():
     """Whatever lies beyond the logits; other rows are as they were."""
     logits = torch.randn(4, 64, device="cuda").bfloat16()
     labels = torch.tensor([3, -100, 64, 2**33], device="cuda")
@@ -131,7 +131,7 @@ def test_a_label_outside_of_the_vocabulary_is_a_loss_of_nan():
 
 
 @gpu
-def test_kernels_read_tensors_at_odd_addresses():
+def test_kernels_read_unaligned_tensors():
     def odd(x: Tensor) -> Tensor:
         return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
 
@@ -149,7 +149,7 @@ def test_kernels_read_tensors_at_odd_addresses():
 
 
 @gpu
-def test_the_stream_leaves_no_memory_behind():
+def test_residual_kernels_leave_no_memory_behind():
     x = torch.randn(2, 9, 384, device="cuda", requires_grad=True)
     alphas = [torch.randn(k + 2, device="cuda", requires_grad=True) for k in range(3)]
     gc.disable()  # freed by reference counts alone, not by a collection that may come late
@@ -169,7 +169,7 @@ def test_the_stream_leaves_no_memory_behind():
 
 
 @gpu
-def test_the_stream_without_gradients():
+def test_residual_kernels_run_without_gradients():
     chain = Chain((2, 9, 384), 6, True, 0.0, "cuda")
     expected = chain.run(ResidualStream, torch.float64)[0]
     with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
@@ -179,7 +179,7 @@ def test_the_stream_without_gradients():
     assert relative_error([stream.x], [expected])[0] < 2e-2
 
 
-def test_kernels_are_for_cuda_alone():
+def test_residual_and_norm_kernels_are_not_available_without_cuda():
     x = torch.zeros(1, 2, 128)
     assert not residual.use_kernel(x, 4)
     assert not gated_norm.use_kernel(x.device, 128)
@@ -187,7 +187,7 @@ def test_kernels_are_for_cuda_alone():
     assert not gated_norm_cuda.available(x.device, 128)
 
 
-def test_every_thread_of_a_row_has_as_many_features():
+def test_gated_norm_splits_a_row_evenly_over_threads():
     for width in range(32, 8193, 32):
         warps = gated_norm_cuda._warps(width)
         assert not warps or (width % (32 * warps * 4) == 0 and width // (32 * warps) <= 24)
@@ -197,7 +197,7 @@ def test_every_thread_of_a_row_has_as_many_features():
 @gpu
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("shape", [(3, 128), (2, 5, 384), (2, 7, 768), (1, 3, 1280), (2, 33, 2560), (4, 4096)])
-def test_the_gated_norm_is_its_definition(shape: tuple[int, ...], approximate: str):
+def test_gated_norm_kernels_match_reference(shape: tuple[int, ...], approximate: str):
     torch.manual_seed(0)
     value, gate, dout = (torch.randn(shape, device="cuda").bfloat16() for _ in range(3))
     gate = gate * 3
@@ -211,8 +211,8 @@ def test_the_gated_norm_is_its_definition(shape: tuple[int, ...], approximate: s
             out = form(*leaves, 1e-5, approximate)
         out.backward(dout.to(out.dtype))
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
-    exact, twin, ours = results
-    for mine, theirs in zip(relative_error(ours, exact), relative_error(twin, exact), strict=True):
+    exact, reference, ours = results
+    for mine, theirs in zip(relative_error(ours, exact), relative_error(reference, exact), strict=True):
         assert mine < 1.1 * theirs + 1e-4
     pair = torch.cat([value, gate], dim=-1).requires_grad_()
     out = gated_norm_cuda.fused_gated_pair_norm(pair, 1e-5, approximate)
@@ -223,7 +223,7 @@ def test_the_gated_norm_is_its_definition(shape: tuple[int, ...], approximate: s
 
 
 @gpu
-def test_the_gated_norm_of_slices_and_of_nothing():
+def test_gated_norm_kernels_take_slices_and_no_rows():
     wide = torch.randn(3, 5, 3 * 256, device="cuda").bfloat16()
     value, gate = wide[..., 256:512], wide[..., 512:]
     expected = gated_norm_cuda.fused_gated_norm(value.contiguous(), gate.contiguous(), 1e-5, "none")
@@ -238,7 +238,7 @@ def test_the_gated_norm_of_slices_and_of_nothing():
 
 @gpu
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_the_gated_norm_compiles_into_one_graph():
+def test_gated_norm_kernels_are_nodes_of_a_compiled_graph():
     value, gate = (torch.randn(4, 6, 256, device="cuda").bfloat16().requires_grad_() for _ in range(2))
 
     def function(value: Tensor, gate: Tensor) -> Tensor:

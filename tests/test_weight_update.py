@@ -1,4 +1,4 @@
-"""Clipping, optimizer and average as one operation: the fused kernels beside their twin and the definition."""
+"""Clipping, optimizer and average as one operation: the fused kernels beside the reference and the definition."""
 
 import math
 from pathlib import Path
@@ -113,7 +113,7 @@ def run(update: OptimizerStep, steps: range, bucket: bool = False) -> list[float
 
 
 @given(st.lists(st.integers(0, 60000), min_size=1, max_size=12))
-def test_chunks_cover_every_element_once(sizes: list[int]):
+def test_chunk_table_covers_every_element_once(sizes: list[int]):
     chunks, spans = chunk_table(sizes)
     assert chunks.dtype == spans.dtype == torch.int32
     done = [[0] * -(-size // 4096) for size in sizes]
@@ -125,14 +125,14 @@ def test_chunks_cover_every_element_once(sizes: list[int]):
         assert chunks[first : first + count, 1].tolist() == list(range(count))
 
 
-def test_sizes_are_those_of_the_source():
+def test_lamb_constants_match_the_source():
     source = (Path(lamb_cuda.__file__).parent / "cuda" / "lamb.cu").read_text()
     assert f"constexpr int THREADS = {lamb_cuda._THREADS};" in source
     assert f"constexpr int CHUNK = {lamb_cuda._CHUNK};" in source
 
 
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
-def test_without_kernels_it_is_the_definition(max_norm: float):
+def test_reference_update_matches_definition(max_norm: float):
     update = make_update(Plain(), max_norm)
     norms = run(update, range(1, 5))
     expected, expected_norms = by_definition(4, max_norm)
@@ -156,7 +156,7 @@ def leave_one_out(update: OptimizerStep) -> None:
     torch.testing.assert_close(average, before * (1 - EMA_DECAY**2))
 
 
-def test_a_parameter_without_gradient():
+def test_reference_update_leaves_a_parameter_without_gradient_alone():
     leave_one_out(make_update(Plain(), 1.0))
 
 
@@ -166,23 +166,23 @@ def test_a_parameter_without_gradient():
 @pytest.mark.gpu
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
 @pytest.mark.parametrize(("bucket", "shift"), [(False, 0), (True, 0), (True, 1)])
-def test_kernels_are_the_definition(max_norm: float, bucket: bool, shift: int):
+def test_lamb_kernels_match_reference_and_definition(max_norm: float, bucket: bool, shift: int):
     """Also with gradients, and with weights, that begin at no multiple of 16 bytes."""
-    update, twin = make_update(Plain(device="cuda", shift=shift), max_norm), make_update(Plain(), max_norm)
+    update, reference = make_update(Plain(device="cuda", shift=shift), max_norm), make_update(Plain(), max_norm)
     assert update._fused is not None
-    assert twin._fused is None
+    assert reference._fused is None
     norms = run(update, range(1, 5), bucket)
-    run(twin, range(1, 5))
+    run(reference, range(1, 5))
     expected, expected_norms = by_definition(4, max_norm)
     assert norms == pytest.approx(expected_norms, rel=1e-6)
-    of_twin = state_of(twin)
+    of_reference = state_of(reference)
     for name, tensor in state_of(update).items():
         assert error(tensor, expected[name]) < 3e-6, name
-        assert error(tensor, expected[name]) < 2 * error(of_twin[name], expected[name]) + 2e-7, name
+        assert error(tensor, expected[name]) < 2 * error(of_reference[name], expected[name]) + 2e-7, name
 
 
 @pytest.mark.gpu
-def test_kernels_are_deterministic_and_read_no_leftovers():
+def test_lamb_kernels_are_deterministic_and_read_no_leftovers():
     states = []
     for _ in range(2):
         update = make_update(Plain(device="cuda"), 0.5)
@@ -196,7 +196,7 @@ def test_kernels_are_deterministic_and_read_no_leftovers():
 
 
 @pytest.mark.gpu
-def test_kernels_and_twin_may_alternate(monkeypatch: pytest.MonkeyPatch):
+def test_lamb_kernels_and_reference_may_alternate(monkeypatch: pytest.MonkeyPatch):
     """A run resumed from saved state, then on the other path: what follows differs by rounding alone."""
     fused = make_update(Plain(device="cuda"), 0.5)
     run(fused, range(1, 3))
@@ -220,12 +220,12 @@ def test_kernels_and_twin_may_alternate(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.gpu
-def test_kernels_leave_a_parameter_without_gradient_alone():
+def test_lamb_kernels_leave_a_parameter_without_gradient_alone():
     leave_one_out(make_update(Plain(device="cuda"), 1.0))
 
 
 @pytest.mark.gpu
-def test_kernels_show_a_gradient_that_is_not_finite():
+def test_lamb_kernels_return_a_norm_that_is_not_finite():
     update = make_update(Plain(device="cuda"), 1.0)
     give(update.model, gradients(SIZES, 1), bucket=False)
     gradient = update.model.get_parameter("weight7").grad
@@ -235,7 +235,7 @@ def test_kernels_show_a_gradient_that_is_not_finite():
 
 
 @pytest.mark.gpu
-def test_kernels_refuse_what_they_would_misread():
+def test_lamb_kernels_refuse_wrong_tensors():
     weight = torch.ones(4, device="cuda")
 
     def call(gradient: torch.Tensor) -> None:
@@ -249,7 +249,7 @@ def test_kernels_refuse_what_they_would_misread():
 
 
 @pytest.mark.gpu
-def test_gradients_that_do_not_fit_take_the_twin():
+def test_gradients_that_do_not_fit_take_the_reference():
     update = make_update(Plain((6,), device="cuda"), 1.0)
     assert update._fused is not None
     weight = update.model.get_parameter("weight0")
@@ -263,10 +263,10 @@ def test_gradients_that_do_not_fit_take_the_twin():
 def test_adamw_keeps_its_own_step():
     update = make_update(Plain(device="cuda"), 0.5, "adamw")
     assert update._fused is None
-    twin = make_update(Plain(), 0.5, "adamw")
+    reference = make_update(Plain(), 0.5, "adamw")
     run(update, range(1, 4))
-    run(twin, range(1, 4))
-    expected = state_of(twin)
+    run(reference, range(1, 4))
+    expected = state_of(reference)
     for name, tensor in state_of(update).items():
         assert error(tensor, expected[name].double()) < 3e-6, name
 
