@@ -1,12 +1,12 @@
-"""What the sums of gradients cost a training step: a training script that also times the parts of each step.
+"""All-reduce overhead of gradients: a training script that also times the parts of each step.
 
-    python benchmarks/all_reduce.py FLAGS                               # one GPU: what a step takes without sums
+    python benchmarks/all_reduce.py FLAGS                               # one GPU: a step without all_reduce
     torchrun --nproc_per_node=4 benchmarks/all_reduce.py FLAGS          # FLAGS: those of train_multi_gpu.py
 
-Each step ends in three parts, by CUDA events on every rank: its micro-batches up to the end of the last backward pass,
-during which sums go on; the sums that are still to be awaited; clipping, optimizer and average. Prints medians over
-the second half of the steps, without those in which a rank ran its last micro-batch outside of a CUDA graph.
---bucket_mib changes the size of a sum: with more than all gradients take, nothing is summed during the backward pass.
+Each step has three parts, by CUDA events on every rank: its micro-batches up to the end of the last backward pass,
+which all_reduce overlaps; the all_reduce that is still to be awaited; clipping, optimizer and average. Prints medians
+over the second half of the steps, without those in which a rank ran its last micro-batch outside of a CUDA graph.
+--bucket_mib changes the size of a bucket: with more than all gradients take, nothing overlaps the backward pass.
 --trace FOLDER writes the kernels of four of these steps on every rank, for chrome://tracing.
 """
 
@@ -38,11 +38,11 @@ from training.state import TrainState
 from training.step_metrics import InFlightStep
 
 _TRACED_STEPS = 4
-_PARTS = ("micro-batches", "sums awaited", "rest")
+_PARTS = ("micro-batches", "all_reduce", "rest")
 
 
 class TimedGradients(GradientBuckets):
-    """Marks when the last backward pass of a step has ended, and when its sums have."""
+    """Marks when the last backward pass of a step has ended, and when its all_reduce has."""
 
     marks: list[torch.cuda.Event]
 
@@ -120,7 +120,9 @@ _train_step, _run_steps = train_single_gpu.train_step, train_single_gpu.run_step
 def main() -> int:
     """Entry point."""
     parser = Parser((__doc__ or "").split("\n")[0])
-    parser.add_argument("--bucket_mib", type=float, default=0.0, help="size of a sum in MiB (default: as in training)")
+    parser.add_argument(
+        "--bucket_mib", type=float, default=0.0, help="gradient bucket in MiB (default: as in training)"
+    )
     parser.add_argument("--trace", default="", help="folder for traces of kernels")
     options, flags = parser.parse_known_args()
     if not has_cuda():

@@ -1,11 +1,11 @@
-"""Attention alone, forward and backward: our kernels beside their eager twin, SDPA, FlexAttention and flashdeberta.
+"""Attention alone, forward and backward: our kernels, their reference, SDPA, FlexAttention and flashdeberta.
 
     python benchmarks/attention.py [--seq_length 128 256 512] [--tokens 32768] [--output attention.json]
 
 Every method gets bfloat16 queries, keys and values of the same sizes in the same process; times are medians of CUDA
 events around a forward and around its backward, after a warm-up, each from a device queue that is not empty (so that no
-launch is timed). Ours and the twin run with dropout 0.1 and bidirectional rows; "documents" adds document boundaries
-(about 200 tokens apart) and "causal" causal rows. SDPA has no positions: it is what attention costs without them.
+launch is timed). Kernels and reference run with dropout 0.1 and bidirectional rows; "documents" adds boundaries of
+documents (about 200 tokens apart) and "causal" causal rows. SDPA has no positions: what attention costs without them.
 FlexAttention gathers its scores from tables of q @ K_pos and k @ Q_pos, and cannot drop out. flashdeberta (if
 installed) computes the same scores and has no dropout.
 """
@@ -57,13 +57,13 @@ class Inputs:
         self.dropout = (p, head_keys(states.tokens, 3, heads), states.columns) if p else (0.0, None, None)
 
 
-def ours(x: Inputs) -> Callable[[], Tensor]:
-    """The fused kernels."""
+def kernels(x: Inputs) -> Callable[[], Tensor]:
+    """ops.attention_cuda.fused_relative_attention."""
     metadata = fused_metadata(x.ids, x.causal, *_BUCKETS)
     return lambda: fused_relative_attention(x.query_key, x.value, x.positions, metadata, *x.dropout)
 
 
-def twin(x: Inputs) -> Callable[[], Tensor]:
+def reference(x: Inputs) -> Callable[[], Tensor]:
     """ops.attention.relative_attention."""
     metadata = relative_metadata(x.ids, x.causal, *_BUCKETS, torch.bfloat16)
 
@@ -169,11 +169,11 @@ def main() -> int:
         print("error: the fused kernels cannot run on this device", file=sys.stderr)
         return 2
     methods: list[tuple[str, Callable[[Inputs], Callable[[], Tensor]], str, bool]] = [
-        ("ours", ours, "", True),
-        ("ours, documents", ours, "documents", True),
-        ("ours, causal", ours, "causal", True),
-        ("ours, no dropout", ours, "", False),
-        ("eager twin", twin, "", True),
+        ("ours", kernels, "", True),
+        ("ours, documents", kernels, "documents", True),
+        ("ours, causal", kernels, "causal", True),
+        ("ours, no dropout", kernels, "", False),
+        ("reference", reference, "", True),
         ("SDPA, no positions", sdpa, "", True),
         ("SDPA, no positions, no dropout", sdpa, "", False),
         ("FlexAttention, no dropout", flex, "", False),
@@ -193,7 +193,7 @@ def main() -> int:
                 print(f"{name:<32} not installed ({problem})", flush=True)
                 break
             except Exception as problem:  # another package's failure is a result too, and not the end of the others
-                if make is ours:
+                if make is kernels:
                     raise
                 case = {"error": f"{type(problem).__name__}: {str(problem)[:300]}"}
             results.append({"method": name, "seq_length": length, **case})

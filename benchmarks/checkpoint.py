@@ -1,4 +1,4 @@
-"""How long a checkpoint keeps a run waiting: writing one, and opening it again with all checksums.
+"""Checkpoint times: writing one, while the run waits, and opening it again with all checksums.
 
     python benchmarks/checkpoint.py [--config configs/base.json] [--folder FOLDER] [--output checkpoint.json]
 
@@ -70,11 +70,11 @@ def main() -> int:
         data = memoryview(os.urandom(1 << 20) * (size >> 20))
         for step in range(options.repetitions):
             times["write"].append(seconds(lambda step=step: write_checkpoint(folder, step, tensors, {}, {})))
-            places = list(folder.glob("step_*"))
-            times["open"].append(seconds(lambda places=places: open_checkpoint(places[0])))
+            folders = list(folder.glob("step_*"))
+            times["open"].append(seconds(lambda folders=folders: open_checkpoint(folders[0])))
             times["copy"].append(seconds(lambda: write_plain(folder / "plain", data)))
-            for place in places:
-                shutil.rmtree(place)
+            for written in folders:
+                shutil.rmtree(written)
     for what, values in times.items():
         median = statistics.median(values)
         spread = f"({min(values):.2f} - {max(values):.2f})"

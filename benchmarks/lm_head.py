@@ -1,6 +1,6 @@
-"""The head's last product and the loss, forward and backward: our cross-entropy beside PyTorch's and Liger-Kernel's.
+"""Cross-entropy with the head's last product, forward and backward: our kernels, PyTorch and Liger-Kernel.
 
-    python benchmarks/lm_head.py [--targets 6656 32768] [--vocabulary 16384] [--output head.json]
+    python benchmarks/lm_head.py [--targets 6656 32768] [--vocabulary 16384] [--output lm_head.json]
 
 Hidden states of the targets meet the word embedding and its bias under bfloat16 autocast; the loss is the sum over
 targets of weight * (cross-entropy + z * log_z^2), and hidden states, embedding and bias get gradients. 6,656 targets
@@ -8,7 +8,7 @@ are those of 32,768 tokens of masked rows, 32,768 those of causal ones. Times ar
 together (Liger computes gradients in its forward pass), memory is the most that both need beside their inputs, and
 errors are relative to float64. Liger-Kernel (if installed) waits for the device in every call, so that a CUDA graph
 cannot hold it; it weighs all targets alike, and its fused linear form never holds all logits. "graph" says whether a
-CUDA graph of both passes can be recorded.
+CUDA graph of both passes can be captured.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Inputs:
             return F.linear(self.hidden, self.embedding, self.bias)
 
 
-def ours(x: Inputs) -> Callable[[], Tensor]:
+def kernels(x: Inputs) -> Callable[[], Tensor]:
     """ops.cross_entropy.target_scores, as training calls it."""
 
     def run() -> Tensor:
@@ -125,10 +125,10 @@ def both(run: Callable[[], Tensor], x: Inputs) -> tuple[Tensor, tuple[Tensor, ..
     return loss.detach(), torch.autograd.grad(loss, x.leaves)
 
 
-def recordable(make: Callable[[Inputs], Callable[[], Tensor]], vocabulary: int, hidden: int) -> bool:
+def capturable(make: Callable[[Inputs], Callable[[], Tensor]], vocabulary: int, hidden: int) -> bool:
     """Whether a CUDA graph can hold both passes of a method.
 
-    To be asked in a process of its own: a recording that fails leaves random numbers and the allocator in disorder.
+    To be called in a process of its own: a capture that fails leaves random numbers and the allocator in disorder.
     """
     x = Inputs(256, vocabulary, hidden, torch.device("cuda", 0))
     run = make(x)
@@ -177,7 +177,7 @@ def main() -> int:
         print("error: the fused kernels cannot run on this device", file=sys.stderr)
         return 2
     methods: list[tuple[str, Callable[[Inputs], Callable[[], Tensor]]]] = [
-        ("ours", ours),
+        ("ours", kernels),
         ("PyTorch", plain),
         ("PyTorch, compiled", compiled),
         ("Liger, cross-entropy", liger),
@@ -203,8 +203,8 @@ def main() -> int:
     write_results(options, results=results)
     for name in dict.fromkeys(result["method"] for result in results):
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            held = process.submit(recordable, dict(methods)[name], options.vocabulary, options.hidden_size).result()
-        print(f"{name:<22} {'can' if held else 'cannot'} be recorded as a CUDA graph", flush=True)
+            held = process.submit(capturable, dict(methods)[name], options.vocabulary, options.hidden_size).result()
+        print(f"{name:<22} {'can' if held else 'cannot'} be captured as a CUDA graph", flush=True)
         for result in results:
             if result["method"] == name:
                 result["graph"] = held

@@ -1,4 +1,4 @@
-"""How fast rows are built on one core, and how much memory a rank needs for a large corpus.
+"""Loader throughput on one core, and the memory that a rank needs for a large corpus.
 
     python benchmarks/loader.py [--tokens 1000000000] [--output loader.json]
 
@@ -81,7 +81,7 @@ def measure(corpus: Corpus, length: int, objective: int, tokens: int, repeats: i
 
 
 def evict(corpus: Corpus) -> None:
-    """Have the system forget what the shards' files hold, but for pages that are mapped."""
+    """Drop the shards' files from the page cache, but for pages that are mapped."""
     corpus.drop_cache()
     for shard in corpus.shards:
         with shard.path.open("rb") as file:
@@ -90,7 +90,7 @@ def evict(corpus: Corpus) -> None:
 
 
 def bytes_from_disk() -> int:
-    """What this process has had read from disks so far."""
+    """Bytes that the system has read from disks for this process so far."""
     return int(Path("/proc/self/io").read_text().split("read_bytes:")[1].split()[0])
 
 

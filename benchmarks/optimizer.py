@@ -1,4 +1,4 @@
-"""Clipping, the optimizer's step and the average of the weights: the fused kernels beside the calls that they replace;
+"""Clipping, the optimizer's step and the average of the weights: the kernels beside the calls that they replace;
 and the checksums of all of it by which ranks are compared.
 
     python benchmarks/optimizer.py [--config configs/base.json] [--output optimizer.json]
@@ -65,7 +65,7 @@ def host_milliseconds(function: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def what_is_timed(name: str, update: OptimizerStep) -> Callable[[], Any]:
+def timed_call(name: str, update: OptimizerStep) -> Callable[[], Any]:
     """The call that a method's name stands for."""
     if name.endswith("alone"):
         return update.optimizer.step
@@ -89,7 +89,7 @@ def main() -> int:
     config = ModelConfig.from_json(options.config)
     methods = [
         ("LAMB, fused", "lamb", True),
-        ("LAMB, separate calls (twin)", "lamb", False),
+        ("LAMB, separate calls (reference)", "lamb", False),
         ("AdamW of torch, fused, with clipping and average", "adamw", False),
         ("AdamW of torch, fused, its step alone", "adamw", False),
         ("checksums of weights, average and moments", "lamb", True),
@@ -100,7 +100,7 @@ def main() -> int:
         if fused != (update._fused is not None):
             print("error: the fused kernels cannot run on this device", file=sys.stderr)
             return 2
-        call = what_is_timed(name, update)
+        call = timed_call(name, update)
         parameters = sum(parameter.numel() for parameter in update.model.parameters())
         times, host = times_of(call, options.repetitions), host_milliseconds(call)
         case = {"method": name, "ms": statistics.median(times), "fastest": min(times), "slowest": max(times)}
@@ -113,8 +113,8 @@ def main() -> int:
         torch.cuda.empty_cache()
     floor = 1000 * _BYTES * parameters / rate
     print(f"{parameters:,} parameters; {_BYTES} bytes each at {rate / 1e12:.2f} TB/s (copy): {floor:.3f} ms")
-    facts = {"parameters": parameters, "copy_bytes_per_second": rate, "floor_ms": floor}
-    write_results(options, **facts, results=results)
+    extent = {"parameters": parameters, "copy_bytes_per_second": rate, "floor_ms": floor}
+    write_results(options, **extent, results=results)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What runs learnt: a table of their held-out losses and minimal pairs, and their curves side by side.
+"""Quality of trained models: a table of runs' held-out losses and minimal pairs, and their curves side by side.
 
     python benchmarks/quality.py RUN [RUN...] [--labels NAME ...] [--plot curves.png] [--output curves.json]
 

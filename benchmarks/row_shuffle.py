@@ -1,4 +1,4 @@
-"""How mixed batches are: documents that a batch's masked rows come from, with shuffled rows and in stream order.
+"""Documents in a batch: how many its masked rows come from, with shuffled rows and in stream order.
 
     python benchmarks/row_shuffle.py SHARDS [--global_batch_size 512] [--seq_length 128] [--steps 300]
 
@@ -61,8 +61,8 @@ def main() -> int:
             counts.append(len(documents))
             largest.append(documents.max() / documents.sum())
         print(
-            f"{name}: documents a batch {np.median(counts):.0f} (median), {min(counts)} (least); the largest's "
-            f"share {np.median(largest):.1%} (median), {max(largest):.1%} (most)"
+            f"{name}: documents a batch {np.median(counts):.0f} (median), {min(counts)} (least); tokens of the "
+            f"largest {np.median(largest):.1%} (median), {max(largest):.1%} (most)"
         )
     return 0
 

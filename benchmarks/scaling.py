@@ -1,4 +1,4 @@
-"""Tokens per second of one GPU and of all of them, each with the same work: how well training scales on one machine.
+"""Weak scaling on one machine: tokens per second of one GPU and of all of them, each with the same work.
 
     python benchmarks/scaling.py [--config configs/base.json] [--split rows ranks] [--allreduce_dtype float32 bfloat16]
 
@@ -6,7 +6,7 @@ One GPU runs train_single_gpu.py, all of them torchrun and train_multi_gpu.py, o
 micro-batches and as many of them a step and GPU; of N ranks' rows (N - 1) / N are masked, for one GPU too, so that
 the objectives can be split by ranks. Prints the median over the steps after `--skip`, and the efficiency: the rate of N
 GPUs over N times that of one. With --apart also N runs of one GPU each at the same time, which share the machine
-but exchange nothing: what they lose is not the sum of gradients. Results are written after each case.
+but exchange nothing: what they lose is not the all_reduce of gradients. Results are written after each case.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Run:
             "fastest": max(rates),
             "step_ms": 1000 * self._step_tokens / statistics.median(rates),
             "peak_memory_gib": max(line.get("stats/peak_memory_gib", 0.0) for line in lines),
-            "loader_wait_share": statistics.median(
+            "loader_wait_fraction": statistics.median(
                 line["stats/loader_wait_seconds"] * line["stats/tokens_per_second"] / self._step_tokens
                 for line in lines
             ),
@@ -122,7 +122,7 @@ def apart(inputs: Path, options: argparse.Namespace, accumulation: int) -> dict[
     runs = [Run(inputs, options, 1, accumulation, device=device) for device in range(options.ranks)]
     results = [run.result() for run in runs]
     rates = {key: sum(result[key] for result in results) for key in ("tokens_per_second", "slowest", "fastest")}
-    means = {key: statistics.mean(result[key] for result in results) for key in ("step_ms", "loader_wait_share")}
+    means = {key: statistics.mean(result[key] for result in results) for key in ("step_ms", "loader_wait_fraction")}
     return {**results[0], **rates, **means, "ranks": options.ranks, "flags": ["apart"]}
 
 
@@ -132,7 +132,7 @@ def show(case: dict[str, Any]) -> None:
     print(
         f"{case['ranks']} x  {case['accumulation']} micro-batches  {' '.join(case['flags']):<50} "
         f"{case['tokens_per_second']:>11,.0f} tok/s ({case['slowest']:,.0f} - {case['fastest']:,.0f})  "
-        f"{case['step_ms']:.1f} ms{efficiency}  waiting for data {case['loader_wait_share']:.1%}",
+        f"{case['step_ms']:.1f} ms{efficiency}  waiting for data {case['loader_wait_fraction']:.1%}",
         flush=True,
     )
 

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes on a CUDA device: milliseconds of kernels by part of the model.
+"""Step breakdown: milliseconds of CUDA kernels in a training step by part of the model.
 
     python benchmarks/step_breakdown.py [--max_steps 6] [FLAGS OF train_single_gpu.py ...]
 

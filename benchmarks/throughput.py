@@ -1,4 +1,4 @@
-"""Tokens per second of whole training steps, end to end through train_single_gpu.py.
+"""Throughput: tokens per second of whole training steps, end to end through train_single_gpu.py.
 
     python benchmarks/throughput.py [--config configs/base.json] [--seq_length 128 256 512] [--output throughput.json]
 
@@ -81,7 +81,7 @@ def run_case(
         "fastest": max(rates),
         "mfu": statistics.median(line.get("stats/mfu", 0.0) for line in lines),
         "peak_memory_gib": max(line.get("stats/peak_memory_gib", 0.0) for line in lines),
-        "loader_wait_share": statistics.median(
+        "loader_wait_fraction": statistics.median(
             line["stats/loader_wait_seconds"]
             * line["stats/tokens_per_second"]
             / (line["stats/global_batch_size"] * seq_length)
@@ -93,11 +93,11 @@ def run_case(
 
 
 class _Watch:
-    """What can be seen of a run from outside, at any call of `look`: when which step was done, and memory in use."""
+    """A run watched from outside, at every call of `look`: when which step was done, and memory in use."""
 
     def __init__(self, metrics: Path, skip: int):
         self._metrics, self._skip = metrics, skip
-        self._seen: list[tuple[float, int]] = []  # moments, and bytes of metrics.jsonl by then
+        self._seen: list[tuple[float, int]] = []  # times, and bytes of metrics.jsonl by then
         self.memory = 0  # the most that was in use on the device, in bytes, by whomever
 
     def look(self) -> None:
@@ -121,8 +121,8 @@ def _run(script: str, flags: list[str], look: Callable[[], None] | None = None) 
     """Run a script of ours, calling `look` every few milliseconds; returns what it prints. Raises RuntimeError with its
     output where it fails."""
     command = [sys.executable, str(_ROOT / script), *flags]
-    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as told:
-        process = subprocess.Popen(command, stdout=printed, stderr=told, text=True)
+    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as complaints:
+        process = subprocess.Popen(command, stdout=printed, stderr=complaints, text=True)
         while process.poll() is None:
             if look is not None:
                 look()
@@ -130,8 +130,8 @@ def _run(script: str, flags: list[str], look: Callable[[], None] | None = None) 
         if look is not None:
             look()
         printed.seek(0)
-        told.seek(0)
-        output, errors = printed.read(), told.read()
+        complaints.seek(0)
+        output, errors = printed.read(), complaints.read()
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{output[-2000:]}{errors[-4000:]}")
     return output
@@ -194,7 +194,7 @@ def main() -> int:
                 f"({case['slowest']:,.0f} - {case['fastest']:,.0f}; mean by the clock "
                 f"{case['mean_tokens_per_second']:,.0f})  MFU {case['mfu_of_matmul']:.1%} of a matmul  memory "
                 f"{case['peak_memory_gib']:.1f} GiB (in use {case['memory_in_use_gib']:.1f})  waiting for data "
-                f"{case['loader_wait_share']:.1%}",
+                f"{case['loader_wait_fraction']:.1%}",
                 flush=True,
             )
             total = sum(case["parts_ms_a_step"].values())

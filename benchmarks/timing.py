@@ -1,4 +1,4 @@
-"""What benchmarks on a GPU share: timing by events, and the facts that go with the figures."""
+"""Timing by CUDA events, and the environment that is written with the figures."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def write_results(options: argparse.Namespace, **facts: Any) -> None:
-    """`facts` with the environment and the settings as JSON to `options.output`, if that is not empty."""
+def write_results(options: argparse.Namespace, **sections: Any) -> None:
+    """`sections` with the environment and the settings as JSON to `options.output`, if that is not empty."""
     if options.output:
-        contents = {"environment": environment(), "settings": vars(options), **facts}
+        contents = {"environment": environment(), "settings": vars(options), **sections}
         Path(options.output).write_text(json.dumps(contents, indent=1))
 
 
