@@ -148,13 +148,13 @@ def test_kernels_that_do_not_load_are_named(monkeypatch: pytest.MonkeyPatch):
 def test_the_doctor_warns_of_a_gpu_without_a_kernel_alone(monkeypatch: pytest.MonkeyPatch):
     cpu = doctor_machine.measure_kernels(FLAGS, BASE, torch.device("cpu"))
     assert cpu["line"] == "none, since they need a CUDA device"
-    assert doctor_machine.judge_kernels({0: cpu, 1: cpu}).result == OK
+    assert doctor_machine.assess_kernels({0: cpu, 1: cpu}).result == OK
     pretend(monkeypatch, "H200")
     monkeypatch.setattr(nvrtc, "loads", lambda *_: True)
     for module in (attention_cuda, residual_cuda):
         monkeypatch.setattr(module, "available", module.available.__wrapped__)
     slower = {"line": report(num_attention_heads=8), "slower": ["attention"]}
-    row = doctor_machine.judge_kernels({0: {"line": ALL, "slower": []}, 1: slower})
+    row = doctor_machine.assess_kernels({0: {"line": ALL, "slower": []}, 1: slower})
     assert row.result == WARN
     assert "on ranks 0; " in row.detail
     assert "on ranks 1" in row.detail
