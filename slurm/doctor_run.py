@@ -20,8 +20,7 @@ from data.plan import CAUSAL, MASKED, OBJECTIVES
 from data.shards import MANIFEST_NAME, read_manifest, sha256_file
 from model_extra import build_model
 from slurm.doctor_table import FAIL, OK, WARN, Measurements, Row
-from training.checkpoint import list_checkpoints
-from training.config import ConfigError
+from training.checkpoint import checkpoint_bytes, list_checkpoints
 from training.environment import Environment
 from training.inputs import Inputs
 from training.resume import find_resume_point, was_restarted
@@ -49,17 +48,7 @@ def count_parameters(inputs: Inputs) -> int:
 def measure_run(inputs: Inputs, environment: Environment) -> dict[str, Any]:
     """The run that the folder holds and the step from which training would resume. Raises as training would."""
     view = RunView(inputs.config.run_folder)
-    lock = view.path / ".lock"
-    if lock.exists():
-        with lock.open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"--name: another process is training in {view.path}; wait for it or take another name"
-                ) from None
-            except OSError:
-                pass  # reported by assess_shared
+    view.check_unlocked()
     folders = view.checkpoint_folders
     cut_off = sorted(p.name for kind in ("tmp", "old", "gone") for f in folders for p in f.glob(f".{kind}_step_*"))
     checkpoint, notes = find_resume_point(view, inputs, was_restarted(environment), environment.job_id, mend=False)
@@ -201,7 +190,7 @@ def assess_shared(measured: Measurements, probe: Mapping[str, Any], clocks: Meas
 def assess_space(probe: Mapping[str, Any], run: Mapping[str, Any], inputs: Inputs) -> list[Row]:
     """Room and speed for the checkpoints that are still to come."""
     config = inputs.config
-    size = 16 * count_parameters(inputs)  # fp32 weights, their average and two moments
+    size = checkpoint_bytes(count_parameters(inputs))
     later = range(run["step"] + 1, config.max_steps + 1)
     kept = sum(step in config.save_steps for step in later)
     regular = sum(due(step, config.save_every, config.max_steps) and step not in config.save_steps for step in later)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from training.environment import COMMIT_FILE, git
 
 SUFFIXES = frozenset(
     (".py", ".json", ".toml", ".lock", ".sh", ".sbatch", ".env", ".c", ".cu", ".cpp", ".h", ".css", ".js")
 )
 SITE_FILE = Path("slurm", "site.env")  # a site's own lines: not in git, and needed by the job
-COMMIT_FILE = "GIT_COMMIT"
 _NO_CODE = {"runs", "wandb", "demo_output", "bench_output", "build", "dist", "__pycache__", "node_modules"}
 _LARGEST_FILE = 1_000_000  # bytes; data that happens to be JSON is no code
 _MOST_FILES = 5000
@@ -32,18 +32,6 @@ class Snapshot:
     commit: str | None
 
 
-def _git(root: Path, *arguments: str) -> str | None:
-    """What git prints about the repository whose top is `root`; None where there is no git or no such repository."""
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=120, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode("utf-8", errors="replace")
-
-
 def _walk(root: Path) -> list[Path]:
     found = []
     for folder, subfolders, names in os.walk(root):
@@ -57,7 +45,7 @@ def code_files(root: Path, without: Iterable[Path] = ()) -> list[Path]:
 
     without: folders whose content is no code, such as those of runs. Ones that hold `root` itself change nothing.
     """
-    listed = _git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    listed = git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
     candidates = _walk(root) if listed is None else [Path(name) for name in listed.split("\0") if name]
     resolved = root.resolve()
     skipped = [path.resolve() for path in without if not resolved.is_relative_to(path.resolve())]
@@ -88,8 +76,8 @@ def take_snapshot(root: Path, folder: Path, without: Iterable[Path] = ()) -> Sna
     for path in files:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / path, folder / path)
-    commit, difference = _git(root, "rev-parse", "HEAD"), _git(root, "diff", "HEAD")
-    untracked = _git(root, "ls-files", "--others", "--exclude-standard", "--", *(f"*{s}" for s in sorted(SUFFIXES)))
+    commit, difference = git(root, "rev-parse", "HEAD"), git(root, "diff", "HEAD")
+    untracked = git(root, "ls-files", "--others", "--exclude-standard", "--", *(f"*{s}" for s in sorted(SUFFIXES)))
     if commit is not None:
         commit = commit.strip() + ("+" if difference or untracked else "")
         (folder / COMMIT_FILE).write_text(commit + "\n", encoding="utf-8")

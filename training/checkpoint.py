@@ -63,6 +63,11 @@ class Checkpoint:
         return load_file(self.path / f"{name}.safetensors", device=str(device))
 
 
+def checkpoint_bytes(parameters: int) -> int:
+    """About how large a checkpoint of so many parameters is: weights, their average and two moments, in float32."""
+    return 16 * parameters
+
+
 def _no_space(error: BaseException) -> bool:
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
 

@@ -10,8 +10,10 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+COMMIT_FILE = "GIT_COMMIT"  # of a copy of the code, which is no checkout, for a job
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
 _PORT_BASE, _PORT_COUNT = 20000, 12000  # below Linux's default range of ephemeral ports, which starts at 32768
@@ -231,3 +233,15 @@ def local_device_index(local_rank: int, visible_devices: int) -> int:
             "start as many tasks a node as it has GPUs (--ntasks-per-node)"
         )
     return local_rank
+
+
+def git(root: Path, *arguments: str) -> str | None:
+    """What git prints about the repository whose top is `root`; None where there is no git or no such repository."""
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=120, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode("utf-8", errors="replace")

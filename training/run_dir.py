@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import secrets
-import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from data.atomic_io import write_atomically
 from training.checkpoint import SaveError
 from training.config import ConfigError, TrainingConfig
+from training.environment import COMMIT_FILE, git
 from training.status import checkpoint_folders, copied_from, list_checkpoints
 from training.watchdog import FolderOwner
 
@@ -32,18 +32,12 @@ def git_commit() -> str | None:
 
     In the copy of the code that slurm/launch.py makes for a job, what that has noted.
     """
-    noted = _ROOT / "GIT_COMMIT"
+    noted = _ROOT / COMMIT_FILE
     if noted.is_file():
         return noted.read_text(encoding="utf-8").strip() or None
 
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(_ROOT), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
+    commit = git(_ROOT, "rev-parse", "HEAD")
+    return commit and commit.strip() + "+" * bool(git(_ROOT, "status", "--porcelain", "-uno"))
 
 
 def versions() -> dict[str, str]:
@@ -81,6 +75,22 @@ class RunView:
             self.metrics.exists() and self.metrics.stat().st_size > 0
         )
 
+    def check_unlocked(self) -> None:
+        """Raise ConfigError where another process has locked the folder to train in it."""
+        lock = self.path / ".lock"
+        if not lock.exists():
+            return
+        with lock.open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise self._in_use("another process") from None
+            except OSError:  # a file system without locks
+                return
+
+    def _in_use(self, holder: str) -> ConfigError:
+        return ConfigError(f"--name: {holder} is training in {self.path}; wait for it or take another name")
+
     def read_config(self) -> dict[str, Any] | None:
         """The config.json of an earlier start; None where there is none. Raises ConfigError where it is damaged."""
         if not self.config.exists():
@@ -106,7 +116,7 @@ class RunFolder(RunView):
         self._owner = FolderOwner(path)  # where there are no locks
         if holder := self._acquire(patience):
             self._lock.close()
-            raise ConfigError(f"--name: {holder} is training in {path}; wait for it or take another name")
+            raise self._in_use(holder)
         self._held = {place: os.open(place, os.O_RDONLY) for place in (path, self.checkpoints)}
 
     def _acquire(self, patience: float) -> str:

@@ -12,7 +12,7 @@ from data.masking import MaskingOptions
 from model import LTGBert, ModelConfig
 from model_extra import build_model
 from ops.bit_sums import BitSums
-from training.checkpoint import Checkpoint, read_initial_weights
+from training.checkpoint import Checkpoint, checkpoint_bytes, read_initial_weights
 from training.config import ConfigError, TrainingConfig
 from training.distributed import World
 from training.ema import Ema
@@ -44,8 +44,8 @@ class TrainState:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About how large a checkpoint is: weights, their average and two moments, in float32."""
-        return 16 * self.parameters
+        """About how large a checkpoint is."""
+        return checkpoint_bytes(self.parameters)
 
     @classmethod
     def create(
