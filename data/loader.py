@@ -153,7 +153,7 @@ class BatchBuilder:
     def like(
         self, batch: RowBatch, step: int, rank: int, world_size: int, split: str, local_batch_size: int
     ) -> StepBatch:
-        """What `step` gives for the rows of `rank`, in shape alone: made of the tokens of `batch`, reading nothing."""
+        """A batch of the shapes that `step` gives `rank`, made of the tokens of `batch`: nothing is read."""
         plan, parts = self.plan.step(step), []
         for wanted in rows_of_rank(plan, rank, world_size, split):
             shape = (len(wanted), plan.seq_length + 1)

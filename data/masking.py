@@ -1,4 +1,4 @@
-"""From raw rows to model inputs: document boundaries, span masks and labels, computed where the model runs.
+"""Masking, from raw rows to model inputs: document boundaries, span masks and labels, computed where the model runs.
 
 A row of T inputs comes as T + 1 tokens: output i is scored against token i + 1 under both objectives. The row *owns*
 tokens 1 .. T: they are its candidates for masking and its targets. Token 0 is owned by the row before it in the

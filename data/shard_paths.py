@@ -59,16 +59,16 @@ def _entries(folder: Path) -> dict[str, dict[str, Any]] | None:
 def _listed_sha256(path: Path, entries) -> str | None:
     """SHA-256 of a shard named by itself, by the manifest beside it or beside what it links to; None without one."""
     real = path.resolve()
-    for place in (path, real):
-        listed = entries(place.parent)
+    for file in (path, real):
+        listed = entries(file.parent)
         if listed is not None:
-            if place.name not in listed:
+            if file.name not in listed:
                 raise ShardError(
-                    f"{place} is not listed in the {MANIFEST_NAME} beside it; give the folder {place.parent}, or move "
+                    f"{file} is not listed in the {MANIFEST_NAME} beside it; give the folder {file.parent}, or move "
                     "the shard to a folder of its own if it is to be used"
                 )
-            _check_entry(place.parent, listed[place.name])
-            return listed[place.name]["sha256"]
+            _check_entry(file.parent, listed[file.name])
+            return listed[file.name]["sha256"]
     folder = real.parent.parent if real.parent.name in _SPLITS else real.parent
     for journal in {real.parent / JOURNAL_NAME, folder / JOURNAL_NAME}:
         if journal.exists():

@@ -95,13 +95,13 @@ class Shard:
     tokenizer_hash: str
     vocab_size: int
     sha256: str | None = None  # as the manifest beside it says; None for a loose shard
-    scattered: bool = False  # tokens are read here and there: what lies around them is left on the disk
+    scattered: bool = False  # tokens are read at random: no readahead of what lies around them
 
     @cached_property
     def content_hash(self) -> str:
-        """What tells this shard's content from any other: the manifest's SHA-256.
+        """A hash of this shard's content: the manifest's SHA-256.
 
-        Of a loose shard a hash of what is there: all of a small file; of others the header and stretches all through
+        Of a loose shard the hash of the file: all of a small one; of others the header and stretches all through
         the tokens and the document offsets, so that opening a large corpus stays cheap.
         """
         if self.sha256 is not None:

@@ -40,6 +40,7 @@ from data.corpus import Corpus, CorpusError
 from data.loader import ValidationSet
 from data.masking import MaskingOptions
 from data.shards import MANIFEST_NAME, SHARD_SUFFIX, ShardError, tokenizer_hash, write_shard
+from data.wording import count
 from evaluation.generation import LoadedModel, UsageError, run
 from evaluation.scoring import (
     ScoringModel,
@@ -52,7 +53,6 @@ from evaluation.scoring import (
 from evaluation.token_log_probs import SpecialIds, TokenizedSentences, count_tokens, token_scores
 from training.checkpoint import rows_begin_with_bos, training_flags
 from training.validation import validate
-from training.wording import count
 
 _LARGEST_EXPONENT = 700.0
 _DECODED_AT_ONCE = 256

@@ -1,4 +1,4 @@
-"""What all preprocessing scripts share: flags checked before work begins, and one sentence for whatever goes wrong."""
+"""Command line of the preprocessing scripts: flags they have in common, and one sentence for whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from data.shards import ShardError
 
 
 class CommandError(ValueError):
-    """Something that the user can mend; the message is one sentence that names the flag or file and the remedy."""
+    """Something that the user can correct; the message is one sentence that names the flag or file and the remedy."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -21,7 +21,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def run(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, interrupted: str) -> int:
-    """Runs a script's command and returns its exit code: 2 with one sentence for what the user can mend, 130 or 143
+    """Runs a script's command and returns its exit code: 2 with one sentence for what the user can correct, 130 or 143
     with the sentence `interrupted` after Ctrl-C or SIGTERM."""
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -43,13 +43,8 @@ def _terminate(_number: int, _frame: object) -> NoReturn:
 def _sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}; no unfinished file has a final name, so mend this and run the same again"
+        return f"{where}{error.strerror}; no unfinished file has a final name, so correct this and run the same again"
     return str(error) or type(error).__name__
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 document`, `2,000 documents`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def positive_int(text: str) -> int:
@@ -89,7 +84,7 @@ def add_input_flags(parser: Parser) -> None:
         "--other_files",
         choices=("text", "jsonl"),
         help="read files with another suffix or none, such as WikiExtractor's wiki_00, as .txt or as .jsonl (default: "
-        "in folders they are counted, named and not read)",
+        "in folders they are named and not read)",
     )
     parser.add_argument(
         "--text_field", default="text", metavar="NAME", help="field (.jsonl) or column (.parquet) that holds the text"
@@ -97,5 +92,5 @@ def add_input_flags(parser: Parser) -> None:
     parser.add_argument(
         "--skip_bad_lines",
         action="store_true",
-        help="count malformed lines and go on, instead of stopping at the first",
+        help="count malformed lines and continue, instead of stopping at the first",
     )

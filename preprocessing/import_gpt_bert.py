@@ -1,4 +1,4 @@
-"""Brings the published GPT-BERT project's files here: tokenised corpora and checkpoints.
+"""Import of the published GPT-BERT project's files: tokenised corpora and checkpoints.
 
     python preprocessing/import_gpt_bert.py data --input train.bin... --output shards/ --tokenizer_path tokenizer.json
     python preprocessing/import_gpt_bert.py checkpoint --input model.bin --config_file base.json --output checkpoint/
@@ -34,7 +34,8 @@ from tqdm import tqdm
 from data.atomic_io import sync_folder, write_atomically
 from data.cli import Parser
 from data.shards import sha256_file, token_dtype, tokenizer_hash
-from preprocessing.cli import CommandError, counted, positive_int, run
+from data.wording import count
+from preprocessing.cli import CommandError, positive_int, run
 from preprocessing.inputs import InputFile
 from preprocessing.resumable_output import FolderPlan, OutputFolder
 from preprocessing.slices import EncodedChunk
@@ -108,7 +109,7 @@ def import_data(
     if totals is None:
         return None
     if not any(totals.shards):
-        raise CommandError(f"--input holds no tokens in {counted(len(inputs), 'file')}; check --input")
+        raise CommandError(f"--input holds no tokens in {count(len(inputs), 'file')}; check --input")
     sums = {key: sum(getattr(shard, key) for shard in totals.shards[0]) for key in ("documents", "words", "tokens")}
     return {**sums, **totals.counts}
 
@@ -344,8 +345,8 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.kind == "checkpoint":
         paths = (arguments.ema_input, arguments.tokenizer_path)
         written = import_checkpoint(arguments.input, arguments.config_file, arguments.output, *paths)
-        for name, count in written.items():
-            print(f"wrote {arguments.output / name}: {count:,} parameters")
+        for name, number in written.items():
+            print(f"wrote {arguments.output / name}: {number:,} parameters")
         if arguments.tokenizer_path is None:
             print("note: evaluation needs the tokenizer there too; --tokenizer_path puts it beside the weights")
         return 0
@@ -355,10 +356,10 @@ def command(arguments: argparse.Namespace) -> int:
     if counts is None:
         print(f"{arguments.output} is complete already, from the same inputs and options: nothing to do")
         return 0
-    print(", ".join(counted(counts[f"{noun}s"], noun) for noun in ("document", "word", "token")))
-    print(f"dropped: {counted(counts['empty_documents'], 'empty document')}")
+    print(", ".join(count(counts[f"{noun}s"], noun) for noun in ("document", "word", "token")))
+    print(f"dropped: {count(counts['empty_documents'], 'empty document')}")
     print(f"dropped: {counts['stripped_tokens']:,} <s>, </s> and <pad> at ends")
-    print(f"kept: {counted(counts['special_tokens'], 'special id')} inside documents (never masked in training)")
+    print(f"kept: {count(counts['special_tokens'], 'special id')} inside documents (never masked in training)")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Which files to read: what --input names, what of a folder is left out and why, and whether a file stays as it was."""
+"""Input files: those that --input names, those of a folder that are left out and why, and whether one has changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from preprocessing.cli import CommandError, counted
+from data.wording import count
+from preprocessing.cli import CommandError
 
 _KINDS = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 # Read where a file or a glob names them. BabyLM's .train, .dev and .test: a folder of them would mix training and
@@ -21,7 +22,7 @@ _READABLE = ".txt, .jsonl, .ndjson (each also .gz, .bz2, .xz, .zst), .json.gz (a
 
 # What reads a file of a folder that is not read as it is
 _FLAG, _GLOB, _UNPACK = "--other_files text (or jsonl) reads", "a glob in quotes reads", "unpack"
-_RENAME, _MEND, _NOTHING = "rename", "mend", "nothing reads"
+_RENAME, _RESTORE, _NOTHING = "rename", "restore", "nothing reads"
 _EXAMPLES = 6  # suffixes that the note names for each of these
 
 
@@ -134,7 +135,7 @@ def _inside(folder: Path, other_files: str | None, above: tuple[Path, ...] = ())
                 yield from _inside(path, other_files, (*above, resolved))
             elif not entry.is_file():
                 broken = entry.is_symlink() and not path.exists()
-                yield _Unread(_MEND, "broken link", path) if broken else _Unread(_NOTHING, "pipe or device", path)
+                yield _Unread(_RESTORE, "broken link", path) if broken else _Unread(_NOTHING, "pipe or device", path)
             else:
                 yield _unread(path, other_files) or path
 
@@ -186,4 +187,4 @@ def _account(unread: Sequence[_Unread]) -> str:
         named = [f"{number:,} {what} (such as {example[what]})" for what, number in frequent[:_EXAMPLES]]
         rest = sum(number for _, number in frequent[_EXAMPLES:])
         parts.append(f"{remedy} {', '.join(named)}" + (f" and {rest:,} others" if rest else ""))
-    return f"{counted(len(unread), 'file')} {'is' if len(unread) == 1 else 'are'} not read: {'; '.join(parts)}"
+    return f"{count(len(unread), 'file')} {'is' if len(unread) == 1 else 'are'} not read: {'; '.join(parts)}"

@@ -1,4 +1,4 @@
-"""Shows what a shard folder holds, and with --verify whether all of it is intact.
+"""Inspection of a shard folder: what it holds, and with --verify whether all of it is intact.
 
 python preprocessing/inspect_shards.py FOLDER [--verify] [--samples 3] [--json]
 """
@@ -30,7 +30,8 @@ from data.shards import (
     sha256_file,
     tokenizer_hash,
 )
-from preprocessing.cli import CommandError, counted, positive_int, run
+from data.wording import count
+from preprocessing.cli import CommandError, positive_int, run
 from preprocessing.resumable_output import TOKENIZER_NAME
 from preprocessing.tokenizer import load_tokenizer
 
@@ -66,8 +67,8 @@ def inspect_folder(folder: Path) -> Contents:
     for shard in shards:
         for lengths in _lengths(shard):
             starts, counts = np.unique(1 << np.log2(np.maximum(lengths, 1)).astype(np.int64), return_counts=True)
-            for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
-                bins[start] = bins.get(start, 0) + count
+            for start, number in zip(starts.tolist(), counts.tolist(), strict=True):
+                bins[start] = bins.get(start, 0) + number
             shortest, longest = min(shortest, int(lengths.min())), max(longest, int(lengths.max()))
         shard.drop_cache()
     return Contents(
@@ -163,8 +164,8 @@ def print_contents(contents: Contents) -> None:
     per_word = f" ({contents.tokens / contents.words:.3f} per word)" if contents.words else ""
     per_document = contents.tokens / max(contents.documents, 1)
     totals = (contents.documents, "document"), (contents.words, "word"), (contents.tokens, "token")
-    print(f"  {', '.join(counted(*total) for total in totals)}{per_word}")
-    print(f"  {counted(contents.shards, 'shard')}, {contents.bytes / 1e6:,.1f} MB, {contents.dtype or 'no tokens'}")
+    print(f"  {', '.join(count(*total) for total in totals)}{per_word}")
+    print(f"  {count(contents.shards, 'shard')}, {contents.bytes / 1e6:,.1f} MB, {contents.dtype or 'no tokens'}")
     print(f"  {contents.vocab_size:,} ids, tokenizer {contents.tokenizer_hash[:12]}")
     print(f"  made by {contents.created_by.get('script', 'an unknown program')}")
     print(f"  document length in tokens: {contents.shortest:,} to {contents.longest:,}, mean {per_document:,.1f}")

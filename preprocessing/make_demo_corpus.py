@@ -1,4 +1,4 @@
-"""Real English without a download: the documentation inside the installed Python packages.
+"""Demo corpus, real English without a download: the documentation inside the installed Python packages.
 
     python preprocessing/make_demo_corpus.py --output demo.jsonl --max_words 500000
 

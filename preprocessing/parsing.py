@@ -1,8 +1,8 @@
 """Parsing chunks of a corpus into documents.
 
 - text: lines up to a blank line (white space counts as blank), inner line breaks kept, CRLF read as LF. A document
-  beyond 2 MiB comes in parts, so that a whole file may be one document.
-- JSONL: a string, or an object's `text_field`, exactly as it stands. Blank lines are passed over.
+  beyond 2 MiB comes in pieces, so that a whole file may be one document.
+- JSONL: a string, or an object's `text_field`, exactly as it stands. Blank lines are skipped.
 - Parquet: the column `text_field`, exactly as it stands.
 """
 
@@ -18,7 +18,7 @@ from preprocessing.inputs import CorpusError
 from preprocessing.readers import BLANK, Chunk
 
 _BLANK_LINES = re.compile(f"\n(?:[{BLANK}]*\n)+")
-_NESTING = 500  # json's own limit depends on the caller's place in the stack, so on the number of workers
+_NESTING = 500  # json's own limit depends on the caller's depth in the stack, so on the number of workers
 _JSON_ESCAPE = re.compile(r"\\.")
 _JSON_STRING = re.compile(r'"[^"]*"')
 _JSON_BRACKET = re.compile(r"[\[\]{}]")
@@ -26,8 +26,8 @@ _LEADING_BLANK_LINES = re.compile(f"\\A(?:[{BLANK}]*\n)+")
 
 
 def parse_chunk(chunk: Chunk, text_field: str = "text", skip_bad_lines: bool = False) -> tuple[list[str], int]:
-    """The documents of a chunk, empty ones included (of a part: one string, maybe empty), and how many malformed lines
-    were passed over. Raises CorpusError for the first malformed line unless told to skip."""
+    """The documents of a chunk, empty ones included (of a piece: one string, maybe empty), and how many malformed lines
+    were skipped. Raises CorpusError for the first malformed line unless told to skip."""
     documents: list[str] = []
     bad = 0
     for line, found in _parsed(chunk, text_field):
@@ -36,7 +36,7 @@ def parse_chunk(chunk: Chunk, text_field: str = "text", skip_bad_lines: bool = F
             continue
         if not skip_bad_lines:
             where = "row" if chunk.kind == "parquet" else "line"
-            raise CorpusError(f"{chunk.path}, {where} {line}: {found.problem}; mend it or add --skip_bad_lines")
+            raise CorpusError(f"{chunk.path}, {where} {line}: {found.problem}; correct it or add --skip_bad_lines")
         bad += 1
     return documents, bad
 

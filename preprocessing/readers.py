@@ -1,6 +1,6 @@
-"""Reading corpora: files cut into chunks of whole documents, in bounded memory.
+"""Corpus readers: files cut into chunks of whole documents, in bounded memory.
 
-This is the sequential part (reading, decompressing, finding a place to cut) and is cheap; documents.py parses a chunk,
+This is the sequential part (reading, decompressing, finding where to cut) and is cheap; parsing.py parses a chunk,
 in any process. What a chunk holds follows from the input alone.
 """
 
@@ -19,7 +19,7 @@ from preprocessing.inputs import CorpusError, InputFile, check_unchanged
 from preprocessing.tokenizer import cut_place
 
 CHUNK_BYTES = 1 << 20
-DOCUMENT_BYTES = 2 << 20  # a longer document of a text file is cut in parts
+DOCUMENT_BYTES = 2 << 20  # a longer document of a text file is cut in pieces
 LINE_BYTES = 64 << 20  # a longer line of a JSONL file is malformed: nothing can parse half a line
 _COMPRESSED_BYTES = 1 << 9  # unpacked at once: of text that repeats itself this may be 12 MB
 _ZSTD_WINDOW = 1 << 31  # bytes: zstd --long=31, its largest; the library would stop at --long=27
@@ -30,7 +30,7 @@ _BLANK_LINES = re.compile(f"\n(?:[{BLANK}]*\n)+".encode())
 
 @dataclass(frozen=True)
 class Position:
-    """A place between two chunks."""
+    """A point between two chunks."""
 
     file: int = 0  # index of the file
     offset: int = 0  # bytes into the decompressed file, or rows into a Parquet file
@@ -40,7 +40,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Documents as they stand in a file. Where `opens` or `closes` is False it is a part of one document: an earlier
+    """Documents as they stand in a file. Where `opens` or `closes` is False it is a piece of one document: an earlier
     chunk holds its beginning, or a later one its end."""
 
     path: str
@@ -176,9 +176,9 @@ def _fill(stream: BinaryIO, buffer: bytes, size: int) -> tuple[bytes, bool]:
 
 
 def _text_chunks(stream: BinaryIO, position: Position) -> Iterator[Chunk]:
-    """Cuts after blank lines. A document is cut in parts exactly if its first DOCUMENT_BYTES hold no blank line, and
-    where follows from its own text, so what the parts are does not depend on what lies before the document. (Two MiB of
-    nothing but white space would hide the blank line in it.)"""
+    """Cuts after blank lines. A document is cut in pieces exactly if its first DOCUMENT_BYTES hold no blank line, and
+    where follows from its own text, so the pieces do not depend on what lies before the document. (Two MiB of nothing
+    but white space would hide the blank line in it.)"""
     buffer, ended = b"", False
     while True:
         buffer, ended = _fill(stream, buffer, CHUNK_BYTES)
@@ -219,7 +219,7 @@ def _jsonl_chunks(stream: BinaryIO, position: Position) -> Iterator[Chunk]:
             if size < LINE_BYTES:
                 size *= 2
                 continue
-            while not end and not ended:  # pass over the rest of the line
+            while not end and not ended:  # skip the rest of the line
                 position = replace(position, offset=position.offset + len(buffer))
                 buffer, ended = _fill(stream, b"", CHUNK_BYTES)
                 end = buffer.find(b"\n") + 1

@@ -1,11 +1,11 @@
-"""An output folder of shards, made by one process or by many such as the tasks of a SLURM job array, in two passes.
+"""Resumable output folder of shards, made by one process or by many (tasks of a SLURM job array) in two passes.
 
 Process I of N encodes its files into slices (see slices.py) and goes on behind the last slice when it is run again.
 Whoever completes the last part cuts all slices, in order, into shards: the same bytes for any N and after any
 interruption. While this goes on there is
 
     OUTPUT/journal.json                    what is being made, and that it is unfinished
-    OUTPUT/.parts/lock                     held while that is compared, while complete parts are counted, and while
+    OUTPUT/.parts/lock                     held while that is compared, while complete parts are and while
                                            shards are made; byte I is "1" where part I is complete
     OUTPUT/.parts/part_00003.lock          held while part 3 is made
     OUTPUT/.parts/part_00003/slice_*.npz   what is encoded of part 3
@@ -41,7 +41,8 @@ from data.shards import (
     resolve_shards,
     write_manifest,
 )
-from preprocessing.cli import CommandError, counted
+from data.wording import count, ranks_text
+from preprocessing.cli import CommandError
 from preprocessing.inputs import InputFile
 from preprocessing.readers import DOCUMENT_BYTES
 from preprocessing.slices import ShardCutter, SliceWriter, read_progress, read_slices
@@ -170,7 +171,7 @@ class OutputFolder:
         if missing:
             raise CommandError(
                 f"--output {plan.folder} lacks {len(missing)} of its {self.parts} parts, or they are unfinished; "
-                f"before --merge, run again --parts {self.parts} with --part {ranges(missing)}"
+                f"before --merge, run again --parts {self.parts} with --part {ranks_text(missing, ',')}"
             )
         counts = Counter[str]()
         for part in progress:
@@ -245,7 +246,7 @@ class OutputFolder:
     def _check_bad_lines(self, counts: dict[str, int]) -> None:
         if (bad := counts.get("bad_lines", 0)) and not self.plan.skip_bad_lines:
             raise CommandError(
-                f"--output {self.plan.folder} holds unfinished work that skipped {counted(bad, 'malformed line')}; add "
+                f"--output {self.plan.folder} holds unfinished work that skipped {count(bad, 'malformed line')}; add "
                 f"--skip_bad_lines, {self._remedy(by_hand=self.parts > 1)}"
             )
 
@@ -373,25 +374,14 @@ def _first_difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
     return next((key for key in {**wanted, **found} if found.get(key) != wanted.get(key)), "")
 
 
-def ranges(numbers: list[int]) -> str:
-    """Ascending numbers the way sbatch --array takes them, such as 0,2-5."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1][1:] = [number]
-        else:
-            found.append([number])
-    return ",".join("-".join(map(str, ends)) for ends in found)
-
-
 def _our_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.iterdir()) if _OURS.fullmatch(path.name)] if folder.is_dir() else []
 
 
 def _refuse_foreign_files(folder: Path) -> None:
-    for place in (folder, *(folder / name for name in _SPLITS)):
-        visible = [path for path in place.iterdir() if not path.name.startswith(".")] if place.is_dir() else []
-        allowed = {place / name for name in _SPLITS} if place == folder else set()
-        foreign = sorted(set(visible) - set(_our_files(place)) - allowed)
+    for parent in (folder, *(folder / name for name in _SPLITS)):
+        visible = [path for path in parent.iterdir() if not path.name.startswith(".")] if parent.is_dir() else []
+        allowed = {parent / name for name in _SPLITS} if parent == folder else set()
+        foreign = sorted(set(visible) - set(_our_files(parent)) - allowed)
         if foreign:
             raise CommandError(f"--output {folder} holds other files, such as {foreign[0].name}; give a new folder")

@@ -1,13 +1,14 @@
-"""Text to token shards: parallel, in bounded memory, and continued where it stopped when run again.
+"""Tokenisation, text to token shards: parallel, in bounded memory, and continued where it stopped when run again.
 
     python preprocessing/tokenize_corpus.py --input corpus/ --output shards/ --tokenizer_path tokenizer.json
 
 The main process reads, cuts the input into chunks of about 1 MiB at document boundaries, and writes; workers parse and
 encode. Documents come out in the order of the input, so the files are the same for any number of workers. What a
 document becomes follows from its text alone, and where a shard ends from the tokens before it, so they are also the
-same after any interruption. Documents get no special tokens; "</s>" inside a text is encoded as text.
+same after any interruption (resumable_output.py). Documents get no special tokens; "</s>" inside a text is encoded as
+text.
 
-With --part I --parts N it does one of N shares of the files, and the last of the N merges them (parts.py);
+With --part I --parts N it does part I of N of the files, and the process that completes the last part merges them;
 slurm/preprocess.sbatch does that as a job array. The result is again the same.
 """
 
@@ -31,11 +32,11 @@ from tqdm import tqdm
 
 from data.cli import Parser
 from data.shards import tokenizer_hash
+from data.wording import count
 from preprocessing.cli import (
     CommandError,
     Terminated,
     add_input_flags,
-    counted,
     fraction,
     positive_int,
     run,
@@ -85,8 +86,8 @@ def tokenize_files(
     journal_seconds: float = 10.0,
     progress: bool = False,
 ) -> Summary | str:
-    """Tokenises files, or one of `parts` shares of them, continuing unfinished work, and makes the shards if all parts
-    are complete then. Returns the totals of the shards, or one line on what was found or done instead.
+    """Tokenises part `part` of `parts` of the files, continuing unfinished work, and makes the shards if all parts are
+    complete then. Returns the totals of the shards, or one line on what was found or done instead.
 
     shard_size: tokens after which a shard ends with its document. journal_seconds: how much work a crash may cost.
     Raises CorpusError or ShardError for bad input, CommandError if the folder holds something else, if the parts do not
@@ -102,7 +103,7 @@ def tokenize_files(
                 _encode(slices, mine, settings, workers if mine else 1, progress)
             encoded = slices.progress.counts.get("text_bytes", 0) - bytes_before
         complete = folder.record(part)
-        made = f"part {part} ({len(mine)} of {counted(len(files), 'file')})"
+        made = f"part {part} ({len(mine)} of {count(len(files), 'file')})"
         line = f"{made} is complete, as are {complete} of {parts} parts"
         if complete < parts:
             return f"{line}; whoever completes the last merges them"
@@ -130,7 +131,7 @@ def _merge(folder: OutputFolder, started: float, encoded: int) -> Summary | str:
     if totals is None:
         return _complete_line(folder.plan.folder)
     if not any(totals.shards):
-        files = counted(len(folder.plan.files), "file")
+        files = count(len(folder.plan.files), "file")
         raise CorpusError(f"--input holds no text in {files}; check --input and --text_field")
     seconds = time.monotonic() - started
     splits = [
@@ -196,16 +197,16 @@ def print_summary(summary: Summary) -> None:
     for split in summary.splits:
         per_word = split.tokens / max(split.words, 1)
         print(
-            f"{split.name or 'total'}: {counted(split.documents, 'document')}, {counted(split.words, 'word')}, "
-            f"{counted(split.tokens, 'token')} ({per_word:.3f} tokens per word) in {counted(split.shards, 'shard')}"
+            f"{split.name or 'total'}: {count(split.documents, 'document')}, {count(split.words, 'word')}, "
+            f"{count(split.tokens, 'token')} ({per_word:.3f} tokens per word) in {count(split.shards, 'shard')}"
         )
         if not split.documents:
             print(f"warning: no document fell into {split.name}; raise --validation_fraction", file=sys.stderr)
     counts = summary.counts
-    empty, bad = counted(counts["empty_documents"], "empty document"), counted(counts["bad_lines"], "malformed line")
+    empty, bad = count(counts["empty_documents"], "empty document"), count(counts["bad_lines"], "malformed line")
     print(f"dropped: {empty}, {bad}")
     if counts["special_tokens"]:
-        print(f"note: the tokenizer produced {counted(counts['special_tokens'], 'special id')} such as <unk>")
+        print(f"note: the tokenizer produced {count(counts['special_tokens'], 'special id')} such as <unk>")
     print(f"{summary.seconds:.1f} seconds, {summary.bytes_per_second / 1e6:.1f} MB of text per second")
 
 
@@ -228,7 +229,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=fraction,
         default=0.0,
         metavar="X",
-        help="share of documents (0 up to 1), chosen by the hash of their text, that go to FOLDER/validation, the "
+        help="fraction of documents (0 up to 1), chosen by the hash of their text, that go to FOLDER/validation, the "
         "others to FOLDER/train; 0 writes everything to FOLDER itself",
     )
     parser.add_argument(
@@ -243,14 +244,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--part",
         type=int,
         metavar="I",
-        help="do only this one, counted from 0, of --parts shares of the files; the process that completes the last "
-        "share merges all of them into the folder that one process would have made (default: 0)",
+        help="do only this one, counted from 0, of --parts parts of the files; the process that completes the last one "
+        "merges all of them into the folder that one process would have made (default: 0)",
     )
     parser.add_argument(
         "--parts",
         type=positive_int,
         metavar="N",
-        help="shares of whole files, about equal in bytes, for as many processes; the same for all of them (default: "
+        help="parts of whole files, about equal in bytes, for as many processes; the same for all of them (default: "
         "1; with --merge: as many as were begun)",
     )
     parser.add_argument("--merge", action="store_true", help="only merge parts that are complete already")
@@ -259,7 +260,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="time between records of progress, so what an interruption may cost",
+        help="time between saves of progress, so what an interruption may cost",
     )
     return parser.parse_args(argv)
 
@@ -275,7 +276,7 @@ def _check_parts(arguments: argparse.Namespace) -> None:
             f"--overwrite with {what} would remove what other processes have made; remove {output} by hand instead"
         )
     if part is None and parts > 1 and not arguments.merge:
-        raise CommandError(f"--parts {parts} needs --part, 0 to {parts - 1}: the share of this process; add it")
+        raise CommandError(f"--parts {parts} needs --part, 0 to {parts - 1}: the part of this process; add it")
     if part is not None and not 0 <= part < parts:
         remedy = "count parts from 0" if arguments.parts else "say how many there are with --parts N"
         raise CommandError(f"--part {part} lies outside 0..{parts - 1}, the parts of --parts {parts}; {remedy}")

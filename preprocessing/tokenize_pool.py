@@ -1,4 +1,4 @@
-"""Chunks of a corpus to token ids, on any number of processes, in the order of the input."""
+"""Pool of tokenising processes: chunks of a corpus to token ids, in the order of the input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from preprocessing.readers import Chunk
 from preprocessing.slices import EncodedChunk
 from preprocessing.tokenizer import DocumentEncoder, load_tokenizer, special_ids, vocabulary_size
 
-_HASHED_CHARACTERS = 1 << 16  # a cut document's first part is longer, so all formats hash the same
+_HASHED_CHARACTERS = 1 << 16  # a cut document's first piece is longer, so all formats hash the same
 
 
 @dataclass(frozen=True)

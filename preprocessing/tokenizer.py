@@ -1,4 +1,4 @@
-"""The tokenizer: how a new one is put together, how a file is loaded, and encoding many documents fast.
+"""Tokenizer: how a new one is put together, how a file is loaded, and encoding many documents fast.
 
 Byte-level BPE without any normalisation: every text that UTF-8 can express comes back exactly from its ids.
 
@@ -188,11 +188,11 @@ def cut_place(piece: str | bytes) -> int:
     half = len(piece) // 2
     for separator in ("\n", " "):
         mark = separator if isinstance(piece, str) else separator.encode()
-        place = piece.rfind(mark, half)  # type: ignore[arg-type]
-        while place > 0 and piece[place - 1 : place].isspace():
-            place = piece.rfind(mark, half, place)  # type: ignore[arg-type]
-        if place > 0:
-            return place
+        cut = piece.rfind(mark, half)  # type: ignore[arg-type]
+        while cut > 0 and piece[cut - 1 : cut].isspace():
+            cut = piece.rfind(mark, half, cut)  # type: ignore[arg-type]
+        if cut > 0:
+            return cut
     end = len(piece.rstrip()) or len(piece)
     if isinstance(piece, bytes) and end == len(piece):
         while end > max(1, len(piece) - 3) and piece[end - 1] & 0xC0 == 0x80:

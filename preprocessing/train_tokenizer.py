@@ -1,4 +1,4 @@
-"""Trains the byte-level BPE tokenizer that tokenize_corpus.py and training use.
+"""Training of the byte-level BPE tokenizer that tokenize_corpus.py and the model use.
 
     python preprocessing/train_tokenizer.py --input corpus/ --output tokenizer.json --vocab_size 16384
 
@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
-from preprocessing.cli import CommandError, add_input_flags, counted, positive_int, run
+from data.wording import count
+from preprocessing.cli import CommandError, add_input_flags, positive_int, run
 from preprocessing.inputs import CorpusError, InputFile, find_inputs
 from preprocessing.parsing import parse_chunk
 from preprocessing.readers import read_chunks
@@ -49,7 +50,7 @@ class Report:
 
     words: int  # stretches between white space
     tokens: int
-    sampled: float  # share of the documents that were encoded, 0 to 1
+    sampled: float  # fraction of the documents that were encoded, 0 to 1
     unused: list[int]  # ids that never occurred, special tokens left out
 
 
@@ -148,7 +149,7 @@ def command(arguments: argparse.Namespace) -> int:
     texts = read_documents(*reading, progress="reading" if show else "")
     tokenizer = train_tokenizer(texts, arguments.vocab_size, arguments.min_frequency)
     if tokenizer.get_vocab_size() == SMALLEST_VOCABULARY and not any(read_documents(*reading)):
-        raise CorpusError(f"--input holds no text in {counted(len(files), 'file')}; check --input and --text_field")
+        raise CorpusError(f"--input holds no text in {count(len(files), 'file')}; check --input and --text_field")
     content = tokenizer.to_str(pretty=True).encode()
     if output.exists() and output.read_bytes() == content:
         print(f"{output} is unchanged")
@@ -170,9 +171,9 @@ def print_report(tokenizer: Tokenizer, result: Report, wanted: int) -> None:
     print(f"{size:,} entries: {len(SPECIAL_TOKENS)} special tokens, 256 bytes, {size - SMALLEST_VOCABULARY:,} merges")
     if size < wanted:
         print(f"note: fewer than the {wanted:,} asked for, as the text has no more pairs of --min_frequency")
-    share = "" if result.sampled == 1 else f" (in {result.sampled:.1%} of the documents)"
+    sampled = "" if result.sampled == 1 else f" (in {result.sampled:.1%} of the documents)"
     per_word = result.tokens / max(result.words, 1)
-    print(f"{result.words:,} words, {result.tokens:,} tokens, {per_word:.3f} tokens per word{share}")
+    print(f"{result.words:,} words, {result.tokens:,} tokens, {per_word:.3f} tokens per word{sampled}")
     single = sum(number < SMALLEST_VOCABULARY for number in result.unused)
     merges = [tokenizer.id_to_token(number) for number in result.unused if number >= SMALLEST_VOCABULARY]
     examples = f", such as {' '.join(str(merge) for merge in merges[:8])}" if merges else ""

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from data.cli import Parser
+from data.wording import time_text
 from slurm import doctor_machine, doctor_run
 from slurm.doctor_ranks import COLUMNS, Doctor, Report, sentence
 from slurm.doctor_steps import (
@@ -50,7 +51,6 @@ from training.distributed import RankMissing, RankStore, World, choose_device, s
 from training.environment import Environment, EnvironmentProblem, read_environment
 from training.inputs import Inputs, choose_split, read_inputs, resolve_device_defaults
 from training.metric_logger import wandb_mode
-from training.wording import time_text
 
 _DESCRIPTION = "Check machines, network, run folder, shards and one real step before training; takes training's flags."
 _CHECKSUM_SECONDS = 4 * 3600.0  # terabytes of shards

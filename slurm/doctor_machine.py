@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.cuda.nccl import version as nccl_version
 
+from data.wording import count, ranks_text, size_text, time_text
 from model import ModelConfig
 from slurm.doctor_table import FAIL, OK, WARN, Measurements, Row, by_value, spread
 from training import kernel_report
@@ -23,7 +24,6 @@ from training.distributed import World
 from training.environment import Environment
 from training.run_dir import git_commit, versions
 from training.slurm_queue import query_job
-from training.wording import count, ranks_text, size_text, time_text
 
 # Beyond these a row is WARN. Speeds are in bytes a second, times in seconds.
 _FOREIGN_MEMORY = 0.05  # fraction of a GPU's memory in use before this run takes any; a CUDA context is below 3 %

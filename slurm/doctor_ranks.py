@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from data.wording import ranks_text, time_text
 from slurm.doctor_table import FAIL, OK, SKIP, WARN, Measurements, Row
 from training.distributed import CollectiveError, RankMissing, RankStore
 from training.errors import OtherRankFailed, is_explained, out_of_memory
-from training.wording import ranks_text, time_text
 
 COLUMNS = 120  # of a line of the table
 _CHECK, _RESULT = 17, 6  # columns of a check's name and result

@@ -18,6 +18,7 @@ import torch
 from data.corpus import Corpus
 from data.plan import CAUSAL, MASKED, OBJECTIVES
 from data.shards import MANIFEST_NAME, read_manifest, sha256_file
+from data.wording import count, ranks_text, size_text, time_text
 from model_extra import build_model
 from slurm.doctor_table import FAIL, OK, WARN, Measurements, Row
 from training.checkpoint import checkpoint_bytes, list_checkpoints
@@ -26,7 +27,6 @@ from training.inputs import Inputs
 from training.resume import find_resume_point, was_restarted
 from training.run_dir import RunView
 from training.schedules import due
-from training.wording import count, ranks_text, size_text, time_text
 
 # Beyond these a row is WARN. Times are in seconds.
 _SAVE_SECONDS = 120.0  # a checkpoint has to fit between a signal and the end of the job

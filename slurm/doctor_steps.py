@@ -11,6 +11,7 @@ import torch
 
 from data.loader import StepBatch, micro_batch_rows
 from data.plan import OBJECTIVES, rows_of_rank
+from data.wording import count, size_text, time_text
 from slurm.doctor_machine import seconds_left
 from slurm.doctor_run import count_parameters
 from slurm.doctor_table import OK, WARN, Measurements, Row
@@ -23,7 +24,6 @@ from training.state import TrainState
 from training.step import agree, train_step
 from training.step_metrics import AsyncStepMetrics
 from training.summary import flops_per_token, target_fraction
-from training.wording import count, size_text, time_text
 
 # Beyond these a row is WARN.
 _IDLE = 0.1  # fraction of a step for which ranks wait for others, or of a rank's micro-batches that holds no row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
+from data.wording import ranks_text, time_text
 from slurm.doctor_machine import (
     assess_device_reduce,
     assess_devices,
@@ -16,7 +17,6 @@ from slurm.doctor_machine import (
 from slurm.doctor_run import assess_shared
 from slurm.doctor_table import FAIL, OK, WARN
 from training.environment import Environment
-from training.wording import ranks_text, time_text
 
 
 def rank_on(host: str, gpu: str | None = None, **changes) -> dict:

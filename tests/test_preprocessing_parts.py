@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from test_preprocessing_refused import refused
 
 from data.shards import read_manifest
+from data.wording import ranks_text
 from preprocessing import tokenize_corpus, tokenize_pool
 from preprocessing.inputs import InputFile, files_of_part, find_inputs
-from preprocessing.resumable_output import OutputFolder, ranges
+from preprocessing.resumable_output import OutputFolder
 from preprocessing.tokenize_corpus import Summary, merge_parts, tokenize_files
 from preprocessing.tokenize_pool import EncoderSettings
 from preprocessing.train_tokenizer import train_tokenizer
@@ -62,8 +63,9 @@ def test_files_of_parts_are_neighbours_and_of_about_equal_size(sizes, count):
         assert {len(part) for part in parts} == {len(sizes) // count}
 
 
-def test_ranges_are_written_as_sbatch_takes_them():
-    assert [ranges(numbers) for numbers in ([3], [0, 1, 2, 5], [1, 3, 4, 9])] == ["3", "0-2,5", "1,3-4,9"]
+def test_missing_parts_are_named_as_sbatch_takes_them():
+    found = [ranks_text(numbers, ",") for numbers in ([3], [0, 1, 2, 5], [1, 3, 4, 9])]
+    assert found == ["3", "0-2,5", "1,3-4,9"]
 
 
 # The same bytes

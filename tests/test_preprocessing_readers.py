@@ -93,7 +93,7 @@ def test_what_a_folder_holds_that_is_not_read_is_counted_and_named(tmp_path, cap
         f"a glob in quotes reads 1 .json (such as {tmp_path}/c.json), 1 .train (such as",
         f"unpack 1 .7z (such as {tmp_path}/e.7z), 1 .tar.gz (such as",
         f"rename 1 hidden (such as {tmp_path}/.g.txt)",
-        f"mend 1 broken link (such as {tmp_path}/gone.txt)",
+        f"restore 1 broken link (such as {tmp_path}/gone.txt)",
     ):
         assert part in note
     read = {file.name: file.kind for file in find_inputs([tmp_path], "jsonl")}
@@ -220,7 +220,7 @@ def test_all_formats_give_the_same_documents(tmp_path):
 )
 def test_malformed_lines(tmp_path, name, content, problem):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(CorpusError, match=rf"{name}, {problem}.*; mend it or add --skip_bad_lines$"):
+    with pytest.raises(CorpusError, match=rf"{name}, {problem}.*; correct it or add --skip_bad_lines$"):
         read(tmp_path / name)
     parsed = [parse_chunk(chunk, skip_bad_lines=True) for chunk in read_chunks(find_inputs([tmp_path / name]))]
     assert [text for texts, _ in parsed for text in texts] == ["a", "c"]

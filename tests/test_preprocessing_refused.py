@@ -182,7 +182,7 @@ def test_malformed_lines_stop_or_are_counted(tokenizer_path, tmp_path, capsys):
     flags = ["--input", tmp_path / "bad.jsonl", "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
     for workers in (1, 2):
         error = refused(capsys, *flags, "--workers", workers)
-        assert f"{tmp_path}/bad.jsonl, line 11: the text is int, not a string; mend it" in error
+        assert f"{tmp_path}/bad.jsonl, line 11: the text is int, not a string; correct it" in error
         assert not (tmp_path / "out" / "manifest.json").exists()
     assert run(*flags, "--skip_bad_lines") == 0  # goes on where the other stopped
     assert "dropped: 1 empty document, 2 malformed lines" in capsys.readouterr().out

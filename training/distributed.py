@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, TCPStore
 
+from data.wording import time_text
 from training.config import ConfigError, TrainingConfig
 from training.environment import Environment, EnvironmentProblem, local_device_index, read_environment
 from training.errors import HardwareError, OtherRankFailed
-from training.wording import time_text
 
 _Result = TypeVar("_Result")
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from data.wording import ranks_text
 from ops.reference import VARIABLE, reference_parts
 from training.config import FIELDS, ConfigError
 from training.distributed import World
@@ -28,7 +29,6 @@ from training.errors import HardwareError
 from training.inputs import Inputs
 from training.optimizers import named_state
 from training.run_dir import git_commit, versions
-from training.wording import ranks_text
 
 if TYPE_CHECKING:
     from training.state import TrainState

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from data.plan import CAUSAL, MASKED, OBJECTIVES, StepPlan
+from data.wording import ranks_text
 from model import ModelConfig
 from training.distributed import World
 from training.errors import NonFiniteError
 from training.loss import CORRECT, COUNT, LOSS, SQUARED_LOG_Z
 from training.rank_checks import DivergenceError, RankCheck
 from training.summary import flops_per_token, peak_flops, target_fraction
-from training.wording import ranks_text
 
 
 @dataclass(frozen=True)

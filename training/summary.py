@@ -12,6 +12,7 @@ import torch
 
 from data.loader import micro_batch_rows
 from data.plan import CAUSAL, MASKED, StepPlan
+from data.wording import count
 from model import ModelConfig
 from ops.reference import reference_parts
 from training import kernel_report
@@ -21,7 +22,6 @@ from training.forward_backward import graph_obstacle
 from training.inputs import Inputs
 from training.memory import memory_estimate
 from training.run_dir import origin
-from training.wording import count
 
 # Dense bf16 matrix rates in FLOP/s of what a rank has, from the vendors' data sheets, by what the device's name
 # contains; the longest name that fits counts. A card of the MI250 kind is two devices, each with half of its rate.

@@ -23,11 +23,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from data.wording import time_text
 from training.config import TrainingConfig
 from training.distributed import RankStore, World
 from training.errors import HARDWARE, HardwareError, report_error
 from training.status import FAILED, newest_step, record_failure, write_status
-from training.wording import time_text
 
 _BEAT_SECONDS = 5.0  # between heartbeats in the store; less where a rank may wait for less than some
 _FILE_SECONDS = 30.0  # between heartbeats in a host's file

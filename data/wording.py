@@ -1,4 +1,4 @@
-"""Sizes, durations, counts and ranks as people write them."""
+"""Wording: sizes, durations, counts and ranges of numbers as people write them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def count(number: int, word: str) -> str:
     return f"{number:,} {word}" + ("" if number == 1 else "es" if word.endswith("ch") else "s")
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
-    """`0-3, 6` for 0, 1, 2, 3, 6."""
+def ranks_text(ranks: Iterable[int], separator: str = ", ") -> str:
+    """`0-3, 6` for 0, 1, 2, 3, 6; of any numbers. With the separator "," as sbatch --array takes them."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return separator.join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
