@@ -189,7 +189,7 @@ def show(folder: Path, device: str) -> None:
     gaps = [part for text in GAPS for part in ("--text", text)]
     prompts = [part for text in PROMPTS for part in ("--prompt", text)]
     print("\nIts picture: losses, schedules and speed", flush=True)
-    call(("-m", "report.plot", run, "-o", str(folder / "metrics.png")))
+    call(("report/plot.py", run, "-o", str(folder / "metrics.png")))
     print("\nFilling gaps, which reads in both directions", flush=True)
     call(("evaluation/fill_mask.py", run, "--ema", "--device", device, "--top_k", "4", *gaps))
     print("Continuing texts, which reads from left to right", flush=True)
@@ -245,7 +245,7 @@ def print_next_lines(todo: list[Step], folder: Path, seconds: float) -> None:
         "What the model read": [(interpreter, "preprocessing/inspect_shards.py", str(folder / "shards" / "train"))],
         "The same run with the causal objective alone, and both in one picture": [
             (interpreter, *training),
-            (interpreter, "-m", "report.plot", str(run), str(run.parent / "causal"), "-o", str(folder / "both.png")),
+            (interpreter, "report/plot.py", str(run), str(run.parent / "causal"), "-o", str(folder / "both.png")),
         ],
         "The model for Hugging Face transformers": [
             (interpreter, "export/to_huggingface.py", str(run), str(folder / "exported"))

@@ -74,6 +74,14 @@ def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             yield line, content if isinstance(content, dict) else None
 
 
+def json_objects(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one a line, without damaged lines; [] where it is absent or cannot be read."""
+    try:
+        return [content for _line, content in json_lines(path) if content is not None]
+    except OSError:
+        return []
+
+
 def allow_open_files(number: int) -> bool:
     """Let this process open `number` more files than it may now, as far as the hard limit goes.
 

@@ -1,4 +1,4 @@
-"""Let a trained model fill the gaps of texts.
+"""Mask filling: a trained model proposes words for the gaps of texts.
 
     python evaluation/fill_mask.py MODEL --text "Return the <mask> of the list."
     python evaluation/fill_mask.py MODEL          (in a terminal: asks for texts)
@@ -26,11 +26,11 @@ from evaluation.generation import (
     Sampling,
     UsageError,
     add_model_flags,
-    candidates,
     for_each_line,
     load,
     run,
     special_ids,
+    top_k_top_p,
 )
 
 MASK = "<mask>"
@@ -69,24 +69,24 @@ def fill_mask(options: argparse.Namespace) -> None:
         raise UsageError(f"--top_k is {options.top_k}: give 1 or more.")
     for text in options.text:
         check_text(text)
-    usable = load(options)
+    model = load(options.model, options.ema, options.device)
     for text in options.text:
-        answer(usable, text, options.top_k)
+        answer(model, text, options.top_k)
     if not options.text:
-        for_each_line("--text", lambda text: answer(usable, text, options.top_k))
+        for_each_line("--text", lambda text: answer(model, text, options.top_k))
 
 
-def answer(usable: LoadedModel, text: str, top_k: int) -> None:
+def answer(model: LoadedModel, text: str, top_k: int) -> None:
     """Print what fills the gaps of one text. Raises UsageError where it has none."""
     check_text(text)
-    row, gaps = mask_row(usable, text)
-    fillings = predict_gaps(usable, row, gaps, top_k)
+    row, gaps = mask_row(model, text)
+    fillings = predict_gaps(model, row, gaps, top_k)
     print(text)
     for number, filling in enumerate(fillings, start=1):
         pairs = zip(filling.ids, filling.probabilities, strict=True)
-        words = "   ".join(f"{show_token(usable, token)} {100 * p:.1f} %" for token, p in pairs)
+        words = "   ".join(f"{show_token(model, token)} {100 * p:.1f} %" for token, p in pairs)
         print(f"  {f'gap {number}' if len(fillings) > 1 else 'gap'}: {words}")
-    print(f"  -> {filled_text(usable, row, gaps, fillings)}\n", flush=True)
+    print(f"  -> {filled_text(model, row, gaps, fillings)}\n", flush=True)
 
 
 def check_text(text: str) -> None:
@@ -96,46 +96,46 @@ def check_text(text: str) -> None:
         )
 
 
-def mask_row(usable: LoadedModel, text: str) -> tuple[list[int], list[int]]:
+def mask_row(model: LoadedModel, text: str) -> tuple[list[int], list[int]]:
     """Return the row of a text, `<s> ... </s>` with mask ids for its gaps, and the positions of these in it.
 
     A token holds the space before its word, so one space before a gap belongs to what fills it.
     """
     pieces = text.split(MASK)
-    row, gaps = [usable.token_id("<s>")], []
+    row, gaps = [model.token_id("<s>")], []
     for number, piece in enumerate(pieces):
         before_gap = number < len(pieces) - 1
-        row += usable.encode(piece.removesuffix(" ") if before_gap else piece)
+        row += model.encode(piece.removesuffix(" ") if before_gap else piece)
         if before_gap:
             gaps.append(len(row))
-            row.append(usable.token_id(MASK))
-    return [*row, usable.token_id("</s>")], gaps
+            row.append(model.token_id(MASK))
+    return [*row, model.token_id("</s>")], gaps
 
 
-def predict_gaps(usable: LoadedModel, row: list[int], gaps: list[int], top_k: int) -> list[Filling]:
+def predict_gaps(model: LoadedModel, row: list[int], gaps: list[int], top_k: int) -> list[Filling]:
     """Return the top_k words for each gap; probabilities are among all tokens that are not special."""
-    forbidden = torch.tensor(sorted(special_ids(usable.tokenizer)), dtype=torch.int64)
+    forbidden = torch.tensor(sorted(special_ids(model.tokenizer)), dtype=torch.int64)
     fillings = []
-    for logits in usable.logits(row, [gap - 1 for gap in gaps], causal=False):
-        ids, probabilities = candidates(logits, forbidden, Sampling())
+    for logits in model.logits(row, [gap - 1 for gap in gaps], causal=False):
+        ids, probabilities = top_k_top_p(logits, forbidden, Sampling())
         fillings.append(Filling(ids[:top_k].tolist(), probabilities[:top_k].tolist()))
     return fillings
 
 
-def filled_text(usable: LoadedModel, row: list[int], gaps: list[int], fillings: list[Filling]) -> str:
+def filled_text(model: LoadedModel, row: list[int], gaps: list[int], fillings: list[Filling]) -> str:
     """Return the text with the most probable word in each gap."""
     filled = list(row)
     for gap, filling in zip(gaps, fillings, strict=True):
         filled[gap] = filling.ids[0]
-    return usable.decode(filled[1:-1])
+    return model.decode(filled[1:-1])
 
 
-def show_token(usable: LoadedModel, token: int) -> str:
+def show_token(model: LoadedModel, token: int) -> str:
     r"""Return a token as text in quotes, with the space that is part of it; parts of a character show as \xNN."""
-    text = usable.decode([token])
+    text = model.decode([token])
     if "\ufffd" in text:
         byte_of = byte_alphabet()
-        written = usable.tokenizer.id_to_token(token) or ""
+        written = model.tokenizer.id_to_token(token) or ""
         text = "".join(f"\\x{byte_of[char]:02x}" if char in byte_of else char for char in written)
     else:
         text = text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")

@@ -91,7 +91,7 @@ def finetune(options: argparse.Namespace) -> None:
         raise UsageError(
             f"--output is {options.output}: it is a folder; give a file such as {options.output}/glue.json."
         )
-    usable = load(options)
+    usable = load(options.model, options.ema, options.device)
     encoder = usable.model
     assert isinstance(encoder, LTGBert)
     if options.compile:

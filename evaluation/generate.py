@@ -1,4 +1,4 @@
-"""Let a trained model continue texts.
+"""Text generation: a trained model continues prompts.
 
     python evaluation/generate.py MODEL --prompt "The function returns" --temperature 0.8 --num_samples 2
     echo "The function returns" | python evaluation/generate.py MODEL
@@ -27,8 +27,8 @@ from evaluation.generation import (
     TextStream,
     UsageError,
     add_model_flags,
-    continuations,
     for_each_line,
+    generate,
     load,
     run,
 )
@@ -36,7 +36,7 @@ from evaluation.generation import (
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    return run(generate, parse_arguments(arguments))
+    return run(answer_prompts, parse_arguments(arguments))
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -63,7 +63,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--top_p", type=float, default=0.95, metavar="X",
-        help="draw from the most probable tokens that make up this share of probability; 1: from all (default: 0.95)",
+        help="draw from the most probable tokens that together reach this probability; 1: from all (default: 0.95)",
     )  # fmt: skip
     parser.add_argument(
         "--num_samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)"
@@ -78,7 +78,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def generate(options: argparse.Namespace) -> None:
+def answer_prompts(options: argparse.Namespace) -> None:
     """Print every prompt with its continuations, as they are written."""
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     for flag in ("max_new_tokens", "num_samples", "batch_size"):
@@ -86,13 +86,13 @@ def generate(options: argparse.Namespace) -> None:
             raise UsageError(f"--{flag} is {getattr(options, flag)}: give 1 or more.")
     if not 0 <= options.seed < 2**62:
         raise UsageError(f"--seed is {options.seed}: give 0 or more.")
-    usable = load(options)
+    model = load(options.model, options.ema, options.device)
     seeds = range(options.seed, options.seed + options.num_samples)
 
     def answer(*prompts: str) -> None:
         tasks = [(prompt, seed) for prompt in prompts for seed in seeds]
         for start in range(0, len(tasks), options.batch_size):
-            write(usable, tasks[start : start + options.batch_size], options.max_new_tokens, sampling)
+            write(model, tasks[start : start + options.batch_size], options.max_new_tokens, sampling)
 
     if options.prompt:
         answer(*options.prompt)
@@ -100,20 +100,20 @@ def generate(options: argparse.Namespace) -> None:
         for_each_line("--prompt", answer)
 
 
-def write(usable: LoadedModel, tasks: list[tuple[str, int]], max_new_tokens: int, sampling: Sampling) -> None:
+def write(model: LoadedModel, tasks: list[tuple[str, int]], max_new_tokens: int, sampling: Sampling) -> None:
     """Print the continuations of prompts by their seeds, " ..." where one was cut off, and a blank line after each.
 
     All are computed together. The first that is not finished is printed as it grows; the others wait for their turn.
     """
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
-    prompts = [usable.encode(prompt) for prompt, _ in tasks]
-    streams = [TextStream(usable, prompt) for prompt in prompts]
+    prompts = [model.encode(prompt) for prompt, _ in tasks]
+    streams = [TextStream(model, prompt) for prompt in prompts]
     generators = [torch.Generator().manual_seed(seed) for _, seed in tasks]
-    waiting = [f"{bold}{prompt}{plain}" for prompt, _ in tasks]
+    held_back = [f"{bold}{prompt}{plain}" for prompt, _ in tasks]
     ended = [False] * len(tasks)
     shown = 0  # the row that is printed
-    print(waiting[0], end="", flush=True)
-    for row, token in continuations(usable, prompts, max_new_tokens, sampling, generators):
+    print(held_back[0], end="", flush=True)
+    for row, token in generate(model, prompts, max_new_tokens, sampling, generators):
         if token is not None:
             text = streams[row].push(token)
         else:
@@ -122,11 +122,11 @@ def write(usable: LoadedModel, tasks: list[tuple[str, int]], max_new_tokens: int
         if row == shown:
             print(text, end="", flush=True)
         else:
-            waiting[row] += text
+            held_back[row] += text
         while shown < len(tasks) and ended[shown]:
             shown += 1
             if shown < len(tasks):
-                print(waiting[shown], end="", flush=True)
+                print(held_back[shown], end="", flush=True)
 
 
 if __name__ == "__main__":

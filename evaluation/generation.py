@@ -1,4 +1,4 @@
-"""From logits to text: the pure functions behind generate.py and fill_mask.py, and the flags that both share.
+"""Text generation: loaded models, top-k and top-p sampling, batches of continuations, and the flags of the commands.
 
 The model predicts the *next* token under both objectives: output i scores token i + 1, whether attention is causal
 (generation) or bidirectional (a mask at position i is scored by output i - 1).
@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from data.cli import Parser
 from evaluation.kv_cache import CachedDecoder, LanguageModel, UncachedDecoder
+from export.load_model import load_model
 from model import LTGBert, ModelConfigError
-from training.checkpoint import CheckpointError, load_model
+from training.checkpoint import CheckpointError
 from training.config import ConfigError, check_environment
 from training.distributed import choose_device
 
@@ -29,7 +31,7 @@ NUM_SPECIAL_TOKENS = 16  # ids 0-15 are special in every vocabulary of this proj
 
 
 class UsageError(ValueError):
-    """The user asked for what a model cannot do; the message is one sentence with the flag and the remedy."""
+    """The user asked for something a model cannot do; the message is one sentence with the flag and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Sampling:
 
     temperature: logits are divided by it; 0 takes the most probable token.
     top_k: only so many of the most probable tokens; 0 means all.
-    top_p: only the most probable tokens that together reach this share; 1 means all.
+    top_p: only the most probable tokens that together reach this probability; 1 means all.
     Raises UsageError for values outside these ranges.
     """
 
@@ -52,7 +54,7 @@ class Sampling:
         if self.top_k < 0:
             raise UsageError(f"--top_k is {self.top_k}: give 0 (no limit) or a number of tokens.")
         if not 0 < self.top_p <= 1:
-            raise UsageError(f"--top_p is {self.top_p:g}: give a share above 0 and up to 1 (no limit).")
+            raise UsageError(f"--top_p is {self.top_p:g}: give a number above 0 and up to 1 (no limit).")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,12 @@ class LoadedModel:
     model: LanguageModel
     tokenizer: Tokenizer
     device: torch.device
+
+    @classmethod
+    def of(cls, model: LTGBert, tokenizer: Tokenizer) -> LoadedModel:
+        """A model where it is, and its tokenizer, which from now on reads special tokens in a text as text."""
+        tokenizer.encode_special_tokens = True  # as it was in training
+        return cls(model, tokenizer, model.embedding.word_embedding.weight.device)
 
     def token_id(self, token: str) -> int:
         """Return the id of a special token such as "<s>"; raises UsageError where the tokenizer lacks it."""
@@ -87,7 +95,7 @@ class LoadedModel:
         """Return the text of ids; bytes that are no complete UTF-8 character show as U+FFFD."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: training goes on with what the model caches here
     def logits(self, ids: list[int], positions: list[int], causal: bool) -> Tensor:
         """Return the logits, float64 [len(positions), V] on the CPU, at positions of one document's row of ids [T].
 
@@ -97,22 +105,22 @@ class LoadedModel:
         hidden = self.model.encode(row, torch.zeros_like(row), causal)
         return self.model.predict(hidden[0, positions]).to("cpu", torch.float64)
 
-    @torch.inference_mode()
-    def reader(self, padding: list[int]) -> CachedDecoder | UncachedDecoder:
-        """Return a reader of rows that begin with so many tokens of padding each."""
+    @torch.no_grad()  # not inference mode: training goes on with what the model caches here
+    def decoder(self, padding: list[int]) -> CachedDecoder | UncachedDecoder:
+        """Return a decoder of rows that begin with so many tokens of padding each."""
         gaps = torch.tensor(padding, dtype=torch.int64, device=self.device)
         if isinstance(self.model, LTGBert):
             return CachedDecoder(self.model, gaps)
         return UncachedDecoder(self.model, gaps)
 
-    @torch.inference_mode()
-    def next_logits(self, reader: CachedDecoder | UncachedDecoder, new: list[list[int]]) -> Tensor:
-        """Let the reader read the new tokens [B][n]; return the logits of those to come, float64 [B, V] on the CPU."""
-        hidden = reader.read(torch.tensor(new, dtype=torch.int64, device=self.device))
+    @torch.no_grad()  # not inference mode: training goes on with what the model caches here
+    def next_logits(self, decoder: CachedDecoder | UncachedDecoder, new: list[list[int]]) -> Tensor:
+        """Append the new tokens [B][n]; return the logits of those to come, float64 [B, V] on the CPU."""
+        hidden = decoder.append(torch.tensor(new, dtype=torch.int64, device=self.device))
         return self.model.predict(hidden).to("cpu", torch.float64)
 
 
-def candidates(logits: Tensor, forbidden: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def top_k_top_p(logits: Tensor, forbidden: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Return the tokens that may come next and their probabilities, the most probable first.
 
     logits: [V]. forbidden: int64 ids that never come. The result is int64 [K] and float64 [K], which sums to 1; equally
@@ -125,17 +133,17 @@ def candidates(logits: Tensor, forbidden: Tensor, sampling: Sampling) -> tuple[T
     kept = probabilities > 0
     if sampling.top_k:
         kept[sampling.top_k :] = False
-    if sampling.top_p < 1:  # a token stays while those before it have not reached the share, so the first always does
+    if sampling.top_p < 1:  # a token stays while those before it have not reached top_p, so the first always does
         kept &= probabilities.cumsum(0) - probabilities < sampling.top_p
     ids, probabilities = ids[kept], probabilities[kept]
     return ids, probabilities / probabilities.sum()
 
 
-def draw(ids: Tensor, probabilities: Tensor, generator: torch.Generator) -> int:
+def sample(ids: Tensor, probabilities: Tensor, generator: torch.Generator) -> int:
     """Return one of ids [K], each with its probability [K], from one uniform number of the (CPU) generator."""
     uniform = torch.rand((), dtype=torch.float64, generator=generator)
-    place = torch.searchsorted(probabilities.cumsum(0), uniform, right=True)
-    return int(ids[min(int(place), len(ids) - 1)])  # the cumulative sum may end a rounding error below 1
+    index = torch.searchsorted(probabilities.cumsum(0), uniform, right=True)
+    return int(ids[min(int(index), len(ids) - 1)])  # the cumulative sum may end a rounding error below 1
 
 
 def special_ids(tokenizer: Tokenizer) -> set[int]:
@@ -144,8 +152,8 @@ def special_ids(tokenizer: Tokenizer) -> set[int]:
     return marked | set(range(NUM_SPECIAL_TOKENS))
 
 
-def continuations(
-    usable: LoadedModel,
+def generate(
+    model: LoadedModel,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
     sampling: Sampling,
@@ -153,33 +161,33 @@ def continuations(
 ) -> Iterator[tuple[int, int | None]]:
     """Continue several prompts at once: yield (row, the next token of that row), in the order of rows, step by step.
 
-    Each row is `<s>`, its prompt and what it draws from its own generator, until `</s>` or max_new_tokens; (row, None)
-    says that it is finished. What a row draws does not depend on the others. A prompt is read once, and then each
-    token costs the model one token; rows may grow to any length.
+    Each row is `<s>`, its prompt and what it samples from its own generator, until `</s>` or max_new_tokens; (row,
+    None) says that it is finished. What a row samples does not depend on the others. A prompt is read once, and then
+    each token costs the model one token; rows may grow to any length.
     """
-    start, end = usable.token_id("<s>"), usable.token_id("</s>")
-    forbidden = torch.tensor(sorted(special_ids(usable.tokenizer) - {end}), dtype=torch.int64)
+    start, end = model.token_id("<s>"), model.token_id("</s>")
+    forbidden = torch.tensor(sorted(special_ids(model.tokenizer) - {end}), dtype=torch.int64)
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     new = [[start] * (1 + gap) + prompt for gap, prompt in zip(padding, prompts, strict=True)]  # padding is never read
-    reader = usable.reader(padding)
-    rows = list(range(len(prompts)))
+    decoder = model.decoder(padding)
+    rows = list(range(len(prompts)))  # unfinished, in the order of the decoder's batch
     for number in range(1, max_new_tokens + 1):
-        logits, new, going = usable.next_logits(reader, new), [], []
-        for place, row in enumerate(rows):
-            token = draw(*candidates(logits[place], forbidden, sampling), generators[row])
+        logits, new, unfinished = model.next_logits(decoder, new), [], []
+        for index, row in enumerate(rows):
+            token = sample(*top_k_top_p(logits[index], forbidden, sampling), generators[row])
             if token != end:
                 yield row, token
             if token == end or number == max_new_tokens:
                 yield row, None
             else:
                 new.append([token])
-                going.append(place)
-        if not going:
+                unfinished.append(index)
+        if not unfinished:
             return
-        if len(going) < len(rows):
-            reader.keep(torch.tensor(going, device=usable.device))
-            rows = [rows[place] for place in going]
+        if len(unfinished) < len(rows):
+            decoder.select_rows(torch.tensor(unfinished, device=model.device))
+            rows = [rows[index] for index in unfinished]
 
 
 class TextStream:
@@ -188,20 +196,20 @@ class TextStream:
     A character may be spread over several tokens: text waits while it ends within one. `num_tokens` counts them.
     """
 
-    def __init__(self, usable: LoadedModel, prompt: list[int]) -> None:
+    def __init__(self, model: LoadedModel, prompt: list[int]) -> None:
         self.num_tokens = 0
-        self._usable, self._ids = usable, list(prompt)
-        self._shown = len(usable.decode(prompt))
+        self._model, self._ids = model, list(prompt)
+        self._shown = len(model.decode(prompt))
 
     def push(self, token: int) -> str:
         """Take the next token; return the text that is certain now, which may be none."""
         self.num_tokens += 1
         self._ids.append(token)
-        return "" if self._usable.decode(self._ids).endswith("\ufffd") else self.rest()
+        return "" if self._model.decode(self._ids).endswith("\ufffd") else self.rest()
 
     def rest(self) -> str:
         """Return the text that `push` has not returned yet, complete or not."""
-        text = self._usable.decode(self._ids)
+        text = self._model.decode(self._ids)
         new, self._shown = text[self._shown :], len(text)
         return new
 
@@ -220,16 +228,13 @@ def add_model_flags(parser: Parser) -> None:
     )
 
 
-def load(options: argparse.Namespace) -> LoadedModel:
-    """Load the model that the flags of `add_model_flags` name.
+def load(path: str | Path, ema: bool, device: str) -> LoadedModel:
+    """The model at MODEL, with --ema and --device as given.
 
     Raises CheckpointError, ConfigError or ModelConfigError, each with one sentence.
     """
     check_environment()
-    device = choose_device(options.device)
-    model, tokenizer, _ = load_model(options.model, ema=options.ema, device=device)
-    tokenizer.encode_special_tokens = True  # "</s>" in a text is text, as it was in training
-    return LoadedModel(model, tokenizer, device)
+    return LoadedModel.of(*load_model(path, ema=ema, device=choose_device(device))[:2])
 
 
 def for_each_line(flag: str, use: Callable[[str], None]) -> None:
@@ -242,7 +247,7 @@ def for_each_line(flag: str, use: Callable[[str], None]) -> None:
     if interactive:
         print(f"One text a line. Ctrl-C stops an answer, Ctrl-D ends ({flag} TEXT for scripts).", file=sys.stderr)
     try:
-        for line in _asked() if interactive else sys.stdin:
+        for line in _typed_lines() if interactive else sys.stdin:
             if not line.strip():
                 continue
             found = True
@@ -258,7 +263,7 @@ def for_each_line(flag: str, use: Callable[[str], None]) -> None:
         raise UsageError(f"there is no text: give {flag} TEXT, or one text a line on standard input.")
 
 
-def _asked() -> Iterator[str]:
+def _typed_lines() -> Iterator[str]:
     """Lines typed in a terminal, until Ctrl-D."""
     with contextlib.suppress(ImportError):  # not on every system
         import readline  # noqa: F401 - importing it is what lets input() edit lines
@@ -278,7 +283,7 @@ def _asked() -> Iterator[str]:
 
 
 def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
-    """Run a script's command; return 0, 2 after one sentence on what the user can mend, 130 after Ctrl-C."""
+    """Run a script's command; return 0, 2 after one sentence on what the user can change, 130 after Ctrl-C."""
     try:
         command(options)
         sys.stdout.flush()

@@ -1,9 +1,9 @@
-"""Causal reading token by token: each token is computed once, from what its layers kept of the tokens before it.
+"""KV cache: causal decoding in which each token is computed once, from what its layers kept of the tokens before it.
 
 A causal model's states never change when text is appended, so a layer needs of the past only its keys, its values and,
 with relative positions, the score that each key gives to each slot of the position table. Everything else, the gate,
-the feed-forward sublayers and the depth-weighted averages, belongs to the new tokens alone. `UncachedDecoder` is the
-slow twin that runs the whole model over the whole row each time.
+the feed-forward sublayers and the depth-weighted averages, belongs to the new tokens alone. `UncachedDecoder` is
+the reference: it runs the whole model over the whole row each time.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class LanguageModel(Protocol):
 
 
 class UncachedDecoder:
-    """What CachedDecoder does, by running the model over all tokens so far at each call."""
+    """Reference of CachedDecoder: runs the model over all tokens so far at each call."""
 
     def __init__(self, model: LanguageModel, padding: Tensor) -> None:
         """As in CachedDecoder."""
         self._model, self._padding = model, padding
         self._ids = torch.empty(len(padding), 0, dtype=torch.int64, device=padding.device)
 
-    def read(self, input_ids: Tensor) -> Tensor:
+    def append(self, input_ids: Tensor) -> Tensor:
         """As in CachedDecoder."""
         self._ids = torch.cat([self._ids, input_ids], dim=1)
-        places = torch.arange(self._ids.size(1), device=self._ids.device)
-        document_ids = -(places < self._padding[:, None]).long()
+        positions = torch.arange(self._ids.size(1), device=self._ids.device)
+        document_ids = -(positions < self._padding[:, None]).long()
         return self._model.encode(self._ids, document_ids, True)[:, -1]
 
-    def keep(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """As in CachedDecoder."""
         self._ids, self._padding = self._ids[rows], self._padding[rows]
 
@@ -71,26 +71,26 @@ class CachedDecoder:
             for layer in map(_as_attention, model.transformer.attention_layers)
         ]
 
-    def read(self, input_ids: Tensor) -> Tensor:
+    def append(self, input_ids: Tensor) -> Tensor:
         """Append input_ids int64 [B, n], n >= 1, to the rows; return the hidden states [B, D] of the last of them."""
         hidden = torch.empty(0)
         for chunk in input_ids.split(_CHUNK, dim=1):
-            hidden = self._read(chunk)
+            hidden = self._append_chunk(chunk)
         return hidden
 
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone: int64 [B'], places in the present batch; a row may be named several times."""
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows alone: int64 [B'], indices into the present batch; a row may be named several times."""
         self._padding = self._padding[rows]
         for layer in self._layers:
-            layer.keep(rows)
+            layer.select_rows(rows)
 
-    def _read(self, input_ids: Tensor) -> Tensor:
+    def _append_chunk(self, input_ids: Tensor) -> Tensor:
         encoder, start = self._model.transformer, self._length
         self._length += input_ids.size(1)
-        places = torch.arange(self._length, device=input_ids.device)
-        distance = places[start:, None] - places  # [n, T]
+        positions = torch.arange(self._length, device=input_ids.device)
+        distance = positions[start:, None] - positions  # [n, T]
         # A token of padding attends itself, so that no row of scores is empty; nothing else ever reads it.
-        allowed = (distance >= 0) & (places >= self._padding[:, None, None]) | (distance == 0)  # [B, n, T]
+        allowed = (distance >= 0) & (positions >= self._padding[:, None, None]) | (distance == 0)  # [B, n, T]
         bias = torch.zeros(allowed.shape, device=input_ids.device).masked_fill_(~allowed, -math.inf).unsqueeze(1)
         words, _ = self._model.embedding(input_ids, None)
         depth = list(encoder.dwa_modules.alphas) if isinstance(encoder, DepthWeightedEncoder) else None
@@ -167,7 +167,7 @@ class _AttentionCache:
         context = (probabilities @ value).transpose(1, 2).flatten(-2)
         return attention.output(context, gate)
 
-    def keep(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         self._kept = [tensor[rows] for tensor in self._kept]
 
     def _append(self, *new: Tensor) -> list[Tensor]:

@@ -1,73 +1,175 @@
-"""What a model writes: held-out documents that it continues (causal) and whose words it fills in (masked).
+"""Sample completions: held-out documents that a model continues (causal) and whose words it fills in (masked).
 
-The training loop takes samples at each validation, `python -m report.html_report --samples` from the newest checkpoint.
-They lie in the run folder's samples.jsonl, an object a line with `step`, `weights` ("ema") and `kind`: "causal" with
-`prompt`, `text` and `truth` (what the document says), or "masked" with `text` (holding <mask>) and, for each gap, its
-`candidates` (words with probabilities) and its `truth`. `truth` is null where the text came from the user.
+    python evaluation/samples.py RUN... [--prompt "The committee"] [--gap "The <mask> sat down."]
+
+Training takes samples at each validation, this command from the newest checkpoint's averaged weights. They lie in the
+run folder's samples.jsonl, an object a line with `step`, `weights` ("ema") and `kind`: "causal" with `prompt`, `text`
+and `truth` (what the document says), or "masked" with `text` (holding <mask>) and, for each gap, its `candidates`
+(words with probabilities) and its `truth`. `truth` is null where the text came from the user. report/html_report.py
+shows them.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
-from data.atomic_io import write_atomically
+from data.atomic_io import json_objects, write_atomically
+from data.cli import Parser
 from data.corpus import Corpus, CorpusError
 from data.shards import ShardError
-from model import LTGBert
-from report.plot import PlotError
-from report.runs import SAMPLES, read_lines, read_object
-from training.checkpoint import CheckpointError, load_model, locate
-from training.config import ConfigError, TrainingConfig
-from training.distributed import choose_device
+from evaluation.fill_mask import MASK, check_text, mask_row, predict_gaps
+from evaluation.generation import LoadedModel, Sampling, UsageError, generate, load, run
+from training.checkpoint import locate, training_flags
+from training.config import TrainingConfig
 from training.state import TrainState
+from training.status import SAMPLES
 
-MASK = "<mask>"
-_PROMPT, _NEW, _ROW = 16, 40, 40  # tokens: of a prompt, of its continuation, of a row with gaps
+_PROMPT, _NEW, _CLOZE = 16, 40, 40  # tokens: of a prompt, of its continuation, of a text with gaps
 _CANDIDATES = 5
-_TEMPERATURE, _TOP_P = 0.8, 0.95
-_SPECIAL = 16  # ids below are special in every vocabulary of this project
+_SAMPLING = Sampling(temperature=0.8, top_p=0.95)
 _SEARCHED = 400  # documents looked at for some that fit
+_COUNT = 3  # samples of each kind that the command takes of held-out documents
 
 
 @dataclass(frozen=True)
-class Material:
-    """What a model is given. Ids are those of the tokenizer, without special ones.
+class Prompt:
+    """Token ids to continue, and those that follow them in the document ([]: not known)."""
 
-    beginnings: a prompt and what follows it in the document. rows: the tokens of a text, positions of gaps among them,
-    and whether the token there is known (else it is a mask that the user wrote).
+    ids: list[int]
+    truth: list[int]
+
+
+@dataclass(frozen=True)
+class Cloze:
+    """Token ids with masks at the positions `gaps`, and the ids that belong there (None: not known)."""
+
+    ids: list[int]
+    gaps: list[int]
+    truth: list[int] | None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    return run(sample_runs, parse_arguments(arguments))
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser("Let the averaged weights of a run's newest checkpoint continue texts and fill gaps.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder; its samples.jsonl is added to")
+    parser.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT",
+        help="text to continue; may be given several times (default: beginnings of held-out documents)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gap", action="append", default=[], metavar="TEXT",
+        help=f"text with {MASK} where tokens are missing; may be given several times (default: held-out documents)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="where the model runs; auto: CUDA where there is a GPU (default: auto)",
+    )
+    return parser.parse_args(arguments)
+
+
+def sample_runs(options: argparse.Namespace) -> None:
+    """Add samples to the samples.jsonl of every run; those of the same step are replaced."""
+    for text in options.gap:
+        check_text(text)
+    for folder in map(Path, options.runs):
+        checkpoint = locate(folder)
+        model = load(checkpoint.path, ema=True, device=options.device)
+        if options.prompt or options.gap:
+            prompts = [Prompt(model.encode(text), []) for text in options.prompt]
+            clozes = [user_cloze(model, text) for text in options.gap]
+        else:
+            prompts, clozes = corpus_texts(model, held_out_corpus(folder, model), _COUNT)
+        samples = labelled([*continue_prompts(model, prompts), *fill_clozes(model, clozes)], checkpoint.step)
+        path = folder / SAMPLES
+        others = [sample for sample in json_objects(path) if sample.get("step") != checkpoint.step]
+        lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in (*others, *samples))
+        try:
+            write_atomically(path, "".join(lines).encode())
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
+        print(f"{path}: {len(samples)} samples of step {checkpoint.step}", flush=True)
+
+
+def held_out_corpus(folder: Path, model: LoadedModel) -> Corpus:
+    """The validation corpus that a run's config.json names. Raises UsageError where it is not there any more."""
+    path = training_flags(folder).get("valid_path", "")
+    remedy = "give texts with --prompt and --gap"
+    if not path:
+        raise UsageError(f"{folder} was trained without --valid_path: {remedy}.")
+    try:
+        return Corpus(path, tokenizer_hash=None, bos_id=model.token_id("<s>"), eos_id=None)
+    except (CorpusError, ShardError, OSError) as error:
+        raise UsageError(f"the held-out data of {folder} cannot be read ({error}): {remedy}.") from error
+
+
+def sample_texts(
+    state: TrainState, corpus: Corpus, tokenizer_text: str, config: TrainingConfig
+) -> list[dict[str, Any]]:
+    """Samples of a run's averaged weights, --validation_samples of each kind, of documents of a held-out corpus.
+
+    For one rank, on its own. The model is left as it was, whatever happens.
     """
+    count, model, was_training = config.validation_samples, state.model, state.model.training
+    if not count:
+        return []
+    loaded = LoadedModel.of(model, Tokenizer.from_str(tokenizer_text))
+    # A shape of its own for a few texts is not worth a compilation.
+    stance = torch.compiler.set_stance("force_eager") if config.compile else contextlib.nullcontext()
+    with state.ema.swapped_in(model), stance:
+        model.eval()
+        try:
+            prompts, clozes = corpus_texts(loaded, corpus, count)
+            return labelled([*continue_prompts(loaded, prompts), *fill_clozes(loaded, clozes)], state.step)
+        finally:
+            model.train(was_training)
 
-    beginnings: list[tuple[list[int], list[int]]]
-    rows: list[tuple[list[int], list[int], bool]]
+
+def labelled(samples: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    """Samples with the step and the weights that they are of."""
+    return [{"step": step, "weights": "ema", **sample} for sample in samples]
 
 
-def from_corpus(corpus: Corpus, tokenizer: Tokenizer, count: int) -> Material:
+# Texts
+
+
+def corpus_texts(model: LoadedModel, corpus: Corpus, count: int) -> tuple[list[Prompt], list[Cloze]]:
     """`count` documents to continue and `count` others with two gaps each, spread evenly over the corpus.
 
     Gaps are words of one token and at least three letters; too short documents are passed over.
     """
-    beginnings: list[tuple[list[int], list[int]]] = []
-    rows: list[tuple[list[int], list[int], bool]] = []
+    prompts: list[Prompt] = []
+    clozes: list[Cloze] = []
     for tokens in _documents(corpus):
-        if len(beginnings) == count and len(rows) == count:
+        if len(prompts) == count and len(clozes) == count:
             break
-        if len(beginnings) <= len(rows) and len(tokens) >= _PROMPT + _NEW:
-            beginnings.append((tokens[:_PROMPT], tokens[_PROMPT : _PROMPT + _NEW]))
-        elif len(tokens) >= _ROW // 2:
-            gaps = _gaps(tokens[:_ROW], tokenizer)
-            if gaps and len(rows) < count:
-                rows.append((tokens[:_ROW], gaps, True))
-    return Material(beginnings[:count], rows)
+        if len(prompts) <= len(clozes) and len(tokens) >= _PROMPT + _NEW:
+            prompts.append(Prompt(tokens[:_PROMPT], tokens[_PROMPT : _PROMPT + _NEW]))
+        elif len(tokens) >= _CLOZE // 2 and len(clozes) < count:
+            ids = tokens[:_CLOZE]
+            if gaps := _choose_gaps(ids, model.tokenizer):
+                masked = [model.token_id(MASK) if n in gaps else token for n, token in enumerate(ids)]
+                clozes.append(Cloze(masked, gaps, [ids[gap] for gap in gaps]))
+    return prompts[:count], clozes
 
 
 def _documents(corpus: Corpus) -> Iterable[list[int]]:
@@ -79,9 +181,9 @@ def _documents(corpus: Corpus) -> Iterable[list[int]]:
         yield corpus.shards[shard].document(int(number) - first)[: _PROMPT + _NEW].tolist()
 
 
-def _gaps(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
+def _choose_gaps(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """Positions of two words of one token each, at about a third and two thirds of the text; [] without them."""
-    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
     ends = [*(not text[:1].isalpha() for text in texts[1:]), True]  # whether the next token begins something new
     words = [
         n
@@ -90,171 +192,53 @@ def _gaps(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
     ]
     if len(words) < 2:
         return []
-    first = min(words, key=lambda n: abs(n - len(tokens) / 3))
-    second = min((n for n in words if n != first), key=lambda n: abs(n - 2 * len(tokens) / 3))
+    first = min(words, key=lambda n: abs(n - len(ids) / 3))
+    second = min((n for n in words if n != first), key=lambda n: abs(n - 2 * len(ids) / 3))
     return sorted((first, second))
 
 
-def from_texts(prompts: Sequence[str], gaps: Sequence[str], tokenizer: Tokenizer) -> Material:
-    """The user's own texts; one space before a gap belongs to what fills it, as in evaluation/fill_mask.py."""
-    mask, rows = _token_id(tokenizer, MASK), []
-    for text in gaps:
-        row: list[int] = []
-        places = []
-        pieces = text.split(MASK)
-        for piece in pieces[:-1]:
-            row += tokenizer.encode(piece.removesuffix(" "), add_special_tokens=False).ids
-            places.append(len(row))
-            row.append(mask)
-        row += tokenizer.encode(pieces[-1], add_special_tokens=False).ids
-        rows.append((row, places, False))
-    beginnings = [(tokenizer.encode(prompt, add_special_tokens=False).ids, []) for prompt in prompts]
-    return Material(beginnings, rows)
+def user_cloze(model: LoadedModel, text: str) -> Cloze:
+    """A user's text with <mask> in it."""
+    row, gaps = mask_row(model, text)
+    return Cloze(row[1:-1], [gap - 1 for gap in gaps], None)
 
 
-def _token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a special token, which training has found in the tokenizer before."""
-    number = tokenizer.token_to_id(token)
-    if number is None:
-        raise PlotError(f"the run's tokenizer has no {token}, which samples need.")
-    return number
+# What the model makes of them
 
 
-class Sampler:
-    """A model in use, in float32. eager: whether to run a compiled model as written."""
-
-    def __init__(self, model: LTGBert, tokenizer: Tokenizer, eager: bool = False):
-        self._model, self._tokenizer, self._eager = model, tokenizer, eager
-        self._device = next(model.parameters()).device
-        marked = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        self._special = torch.tensor(sorted(marked | set(range(_SPECIAL))))
-        names = ("<s>", "</s>", MASK, "<pad>")
-        self._bos, self._eos, self._mask, self._pad = (_token_id(tokenizer, name) for name in names)
-
-    @torch.no_grad()
-    def take(self, material: Material) -> list[dict[str, Any]]:
-        """Samples as in samples.jsonl, without `step` and `weights`. The model's mode is restored."""
-        was_training = self._model.training
-        self._model.eval()
-        # A shape of its own for a few texts is not worth a compilation.
-        stance = torch.compiler.set_stance("force_eager") if self._eager else contextlib.nullcontext()
-        with stance:
-            found = [*self._continue(material.beginnings), *(self._fill(*row) for row in material.rows)]
-        self._model.train(was_training)
-        return found
-
-    def _logits(self, rows: list[list[int]], positions: list[list[int]], causal: bool) -> list[Tensor]:
-        """For each row its logits, float64 [positions, V] on the CPU, special tokens but </s> left out."""
-        longest = max(map(len, rows))
-        ids = torch.tensor([row + [self._pad] * (longest - len(row)) for row in rows])
-        documents = torch.tensor([[0] * len(row) + [-1] * (longest - len(row)) for row in rows])
-        hidden = self._model.encode(ids.to(self._device), documents.to(self._device), causal)
-        forbidden = self._special if not causal else self._special[self._special != self._eos]
-        return [
-            self._model.predict(hidden[n, places]).to("cpu", torch.float64).index_fill(-1, forbidden, -torch.inf)
-            for n, places in enumerate(positions)
-        ]
-
-    def _continue(self, beginnings: list[tuple[list[int], list[int]]]) -> list[dict[str, Any]]:
-        """Draw a continuation of each prompt, from the same random numbers each time."""
-        rows = [[self._bos, *prompt] for prompt, _ in beginnings]
-        going = [True] * len(rows)
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(_NEW if rows else 0):
-            logits = self._logits(rows, [[len(row) - 1] for row in rows], causal=True)
-            for n, line in enumerate(logits):
-                token = self._draw(line[0], generator)
-                going[n] &= token != self._eos
-                if going[n]:
-                    rows[n].append(token)
-            if not any(going):
-                break
-        found = []
-        for (prompt, truth), row, cut in zip(beginnings, rows, going, strict=True):
-            start = self._decode(prompt)
-            text = self._decode(row[1:])[len(start) :] + (" ..." if cut else "")
-            told = self._decode([*prompt, *truth])[len(start) :] if truth else None
-            found.append({"kind": "causal", "prompt": start, "text": text, "truth": told})
-        return found
-
-    @staticmethod
-    def _draw(logits: Tensor, generator: torch.Generator) -> int:
-        """A token [V] drawn with top-p sampling (Holtzman et al., 2020)."""
-        probabilities, ids = torch.sort(torch.softmax(logits / _TEMPERATURE, 0), descending=True, stable=True)
-        kept = probabilities * (probabilities.cumsum(0) - probabilities < _TOP_P)
-        return int(ids[torch.multinomial(kept, 1, generator=generator)])
-
-    def _fill(self, tokens: list[int], gaps: list[int], known: bool) -> dict[str, Any]:
-        """The most probable words for each gap of a text; the model predicts position i from output i - 1."""
-        row = [self._bos, *tokens, self._eos]
-        for gap in gaps:
-            row[gap + 1] = self._mask
-        logits = self._logits([row], [gaps], causal=False)[0]  # gap g stands at g + 1, after <s>
-        pieces, start, answers = [], 0, []
-        for gap, line in zip(gaps, logits, strict=True):
-            pieces.append(self._decode(tokens[start:gap]))
-            start = gap + 1
-            top = torch.softmax(line, 0).topk(min(_CANDIDATES, len(line)))
-            words = [self._decode([token]) for token in top.indices.tolist()]
-            shares = [round(share, 5) for share in top.values.tolist()]
-            truth = self._decode([tokens[gap]]) if known else None
-            answers.append({"truth": truth, "candidates": [list(pair) for pair in zip(words, shares, strict=True)]})
-        text = f" {MASK}".join([*pieces, self._decode(tokens[start:])])
-        return {"kind": "masked", "text": text, "gaps": answers}
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+def continue_prompts(model: LoadedModel, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """A continuation of each prompt, from the same random numbers each time; " ..." where it was going on."""
+    written: list[list[int]] = [[] for _ in prompts]
+    generators = [torch.Generator().manual_seed(number) for number in range(len(prompts))]
+    if prompts:
+        for row, token in generate(model, [prompt.ids for prompt in prompts], _NEW, _SAMPLING, generators):
+            written[row] += [] if token is None else [token]
+    found = []
+    for prompt, new in zip(prompts, written, strict=True):
+        start = model.decode(prompt.ids)
+        text = model.decode([*prompt.ids, *new])[len(start) :] + (" ..." if len(new) == _NEW else "")
+        truth = model.decode([*prompt.ids, *prompt.truth])[len(start) :] if prompt.truth else None
+        found.append({"kind": "causal", "prompt": start, "text": text, "truth": truth})
+    return found
 
 
-def held_out(folder: Path, tokenizer: Tokenizer) -> Corpus:
-    """The validation corpus that a run's config.json names. Raises PlotError where it is not there any more."""
-    path = read_object(folder / "config.json").get("flags", {}).get("valid_path", "")
-    remedy = "give texts with --prompt and --gap"
-    if not path:
-        raise PlotError(f"--samples: {folder} was trained without --valid_path; {remedy}.")
-    try:
-        return Corpus(path, tokenizer_hash=None, bos_id=_token_id(tokenizer, "<s>"), eos_id=None)
-    except (CorpusError, ShardError, OSError) as error:
-        raise PlotError(f"--samples: the run's held-out data cannot be read ({error}); {remedy}.") from error
+def fill_clozes(model: LoadedModel, clozes: Sequence[Cloze]) -> list[dict[str, Any]]:
+    """The most probable words for each gap of each text."""
+    return [_fill(model, cloze) for cloze in clozes]
 
 
-def write_samples(folder: Path, prompts: Sequence[str], gaps: Sequence[str], device: str, count: int = 3) -> None:
-    """Add samples of a run's newest checkpoint, averaged weights, to its samples.jsonl. Raises PlotError."""
-    try:
-        step = locate(folder).step
-        model, tokenizer, _ = load_model(folder, ema=True, device=choose_device(device))
-    except (CheckpointError, ConfigError) as error:
-        raise PlotError(f"--samples: {error}") from error
-    tokenizer.encode_special_tokens = True  # "</s>" in a text is text, as it was in training
-    given = prompts or gaps
-    material = (
-        from_texts(prompts, gaps, tokenizer) if given else from_corpus(held_out(folder, tokenizer), tokenizer, count)
-    )
-    found = Sampler(model, tokenizer).take(material)
-    kept = [sample for sample in read_lines(folder / SAMPLES) if sample.get("step") != step]
-    write_atomically(folder / SAMPLES, sample_lines([*kept, *labelled(found, step)]).encode())
+def _fill(model: LoadedModel, cloze: Cloze) -> dict[str, Any]:
+    row = [model.token_id("<s>"), *cloze.ids, model.token_id("</s>")]
+    fillings = predict_gaps(model, row, [gap + 1 for gap in cloze.gaps], _CANDIDATES)  # after <s>
+    answers = []
+    for n, filling in enumerate(fillings):
+        words = [model.decode([token]) for token in filling.ids]
+        candidates = [[word, round(p, 5)] for word, p in zip(words, filling.probabilities, strict=True)]
+        answers.append({"truth": model.decode([cloze.truth[n]]) if cloze.truth else None, "candidates": candidates})
+    starts = [0, *(gap + 1 for gap in cloze.gaps)]
+    pieces = [model.decode(cloze.ids[a:b]) for a, b in zip(starts, [*cloze.gaps, len(cloze.ids)], strict=True)]
+    return {"kind": "masked", "text": f" {MASK}".join(pieces), "gaps": answers}
 
 
-def sample_texts(
-    state: TrainState, held_out: Corpus, tokenizer_text: str, config: TrainingConfig
-) -> list[dict[str, Any]]:
-    """What the averaged weights make of --validation_samples held-out documents; for one rank, on its own."""
-    if not config.validation_samples:
-        return []
-    tokenizer = Tokenizer.from_str(tokenizer_text)
-    material = from_corpus(held_out, tokenizer, config.validation_samples)
-    with state.ema.swapped_in(state.model):
-        try:
-            return labelled(Sampler(state.model, tokenizer, eager=bool(config.compile)).take(material), state.step)
-        finally:
-            state.model.train()  # also where it failed half-way: samples must not change the run
-
-
-def labelled(found: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """Samples with the step and the weights that they are of."""
-    return [{"step": step, "weights": "ema", **sample} for sample in found]
-
-
-def sample_lines(found: list[dict[str, Any]]) -> str:
-    """Samples as lines of JSON."""
-    return "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in found)
+if __name__ == "__main__":
+    sys.exit(main())

@@ -67,7 +67,7 @@ def check_scoring_flags(options: argparse.Namespace) -> None:
 
 def load_for_scoring(options: argparse.Namespace) -> ScoringModel:
     """Load the model that the flags name. Raises UsageError, CheckpointError, ConfigError or ModelConfigError."""
-    usable = load(options)
+    usable = load(options.model, options.ema, options.device)
     usable.tokenizer.no_padding()
     usable.tokenizer.no_truncation()
     flags = training_flags(Path(options.model))

@@ -24,11 +24,11 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import torch
 
 from data.cli import Parser
+from export.hf_format import TOKENIZER_NOTE, is_exported, model_config, restore_tokenizer
 from export.to_huggingface import ExportError, check_output, writing
 from model import ModelConfig, ModelConfigError
 from model_extra import build_model
 from training.checkpoint import CheckpointError, write_checkpoint
-from training.hf_format import TOKENIZER_NOTE, is_exported, model_config, restore_tokenizer
 
 _WORDS, _TIED, _TABLE = (
     "embedding.word_embedding.weight", "classifier.nonlinearity.5.weight", "embedding.relative_embedding",

@@ -23,10 +23,11 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 from data.atomic_io import sync_folder, take_folder_mode
 from data.cli import Parser
+from export.hf_format import TOKENIZER_NOTE, adapt_tokenizer, is_exported
+from export.load_model import load_model
 from export.model_card import NOTHING_STATED, Stated, longest_row, model_card, read_records
 from model import LTGBert, ModelConfigError
-from training.checkpoint import Checkpoint, CheckpointError, load_model, locate, rows_begin_with_bos
-from training.hf_format import TOKENIZER_NOTE, adapt_tokenizer, is_exported
+from training.checkpoint import Checkpoint, CheckpointError, locate, rows_begin_with_bos
 
 _SHIPPED = ("configuration_gpt_bert.py", "layers_gpt_bert.py", "modeling_gpt_bert.py")
 _SPECIAL = {

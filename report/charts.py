@@ -1,4 +1,4 @@
-"""Which charts a report has and which lines they hold, as JSON for the page's script to draw.
+"""Charts of a report and the lines in them, as JSON for the page's script to draw.
 
 A line is {run, kind, colour, label, s, y}: steps and values. kind: "raw", "smooth" (its trend), "valid" (points on a
 thin line), "ema" (hollow points, dashed), "line" or "stepped". colour: the name of a colour of the page.
@@ -6,19 +6,17 @@ thin line), "ema" (hollow points, dashed), "line" or "stepped". colour: the name
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from report.plot import Run
-from report.runs import RunRecord, as_share, downsample, pair_series, rounded, smoothed
+from report.metrics import objectives, trend
+from report.runs import Run, downsample, pair_keys, rounded, unit_of
 
 Chart = dict[str, Any]
 RUN_COLOURS = 6  # in the page's palette; after the last they start again
-_OBJECTIVES = ("masked", "causal")
-_MODE_COLOURS = {"masked": "masked", "causal": "causal", "fused": "fused"}
+_OWN_COLOURS = ("masked", "causal", "fused")  # objectives and modes of scoring that have a colour of their name
 _MOST_TICKS = 5  # values of a stepped schedule that are marked one by one
 
 
@@ -27,16 +25,21 @@ def run_colour(number: int) -> str:
     return f"run{number % RUN_COLOURS}"
 
 
-def axes_of(record: RunRecord) -> dict[str, list[float]]:
-    """Steps of a run, and the tokens and hours at them, for the page to place steps on any axis.
+def hue_of(name: str, number: int) -> str:
+    """The colour of an objective or a mode of scoring, the one of this number in its chart or report."""
+    return name if name in _OWN_COLOURS else run_colour(number)
 
-    "tokens" or "hours" is left out where the run did not record what it needs.
+
+def axes_of(run: Run) -> dict[str, list[float]]:
+    """Steps of a run, and the tokens and hours at them, for the page to put steps on any axis.
+
+    "tokens" or "hours" is left out where the run did not log what it needs.
     """
-    steps = np.array(sorted({step for values in record.run.series.values() for step in values}), dtype=np.float64)
+    steps = np.array(sorted({step for values in run.metrics.series.values() for step in values}), dtype=np.float64)
     if len(steps) > 1000:
         steps = steps[np.unique(np.linspace(0, len(steps) - 1, 1000).astype(int))]
     found = {"s": rounded(steps, 12)}
-    for name, values in (("tokens", record.run.series.get("stats/tokens", {})), ("hours", record.hours)):
+    for name, values in (("tokens", run.metrics.series.get("stats/tokens", {})), ("hours", run.hours)):
         if values:
             known = np.array(sorted(values.items()), dtype=np.float64)
             found[name] = rounded(np.interp(steps, known[:, 0], known[:, 1]), 7)
@@ -45,8 +48,8 @@ def axes_of(record: RunRecord) -> dict[str, list[float]]:
 
 def _line(run: Run, number: int, key: str, kind: str, colour: str, label: str, scale: float = 1.0) -> dict[str, Any]:
     """One line of a chart; without points where the run has no such metric."""
-    x, y = run.points(key, "step")
-    x, y = smoothed(x, y) if kind == "smooth" else (x, y)
+    x, y = run.metrics.points(key, "step")
+    x, y = trend(x, y) if kind == "smooth" else (x, y)
     x, y = downsample(x, y * scale)
     return {"run": number, "kind": kind, "colour": colour, "label": label, "s": rounded(x, 9), "y": rounded(y)}
 
@@ -66,19 +69,11 @@ def _noisy(runs: list[Run], key: str, colour: str | None = None, label: str = "t
     return lines
 
 
-def objectives(runs: list[Run]) -> list[str]:
-    """The objectives with a loss in any run, masked and causal first."""
-    keys = {key for run in runs for key in run.series}
-    found = {match.group(1) for key in keys if (match := re.fullmatch(r"(?:train|valid)/(?:ema_)?(\w+)_loss", key))}
-    found -= {"z"}
-    return [o for o in _OBJECTIVES if o in found] + sorted(found - set(_OBJECTIVES))
-
-
 def objective_charts(runs: list[Run], measure: str, title: str, **options: Any) -> list[Chart]:
     """A chart per objective of `measure` ("loss", "accuracy"): training, validation and validation of the EMA."""
     charts = []
-    for objective in objectives(runs):
-        colour = objective if objective in _OBJECTIVES else "fused"
+    for position, objective in enumerate(objectives(run.metrics for run in runs)):
+        colour = hue_of(objective, position)
         lines = _noisy(runs, f"train/{objective}_{measure}", colour)
         for number, run in enumerate(runs):
             hue = colour if len(runs) == 1 else run_colour(number)
@@ -90,16 +85,15 @@ def objective_charts(runs: list[Run], measure: str, title: str, **options: Any) 
     return charts
 
 
-def pair_names(records: list[RunRecord]) -> tuple[list[str], list[str]]:
+def pair_names(runs: list[Run]) -> tuple[list[str], list[str]]:
     """Modes and names of minimal-pair scores in any run; each set comes before its phenomena."""
-    found = {pair for record in records for pair in (*pair_series(record.run), *record.pairs)}
-    order = [*_MODE_COLOURS]
-    modes = sorted({mode for mode, _ in found}, key=lambda m: (order.index(m) if m in order else len(order), m))
-    return modes, sorted({name for _, name in found})
+    found = {pair for run in runs for pair in (*pair_keys(run.metrics), *run.pairs)}
+    modes, order = {mode for mode, _ in found}, _OWN_COLOURS
+    return [m for m in order if m in modes] + sorted(modes.difference(order)), sorted({name for _, name in found})
 
 
 def is_set(name: str) -> bool:
-    """Whether a name stands for a whole set of pairs rather than for one of its phenomena."""
+    """Whether a name is that of a whole set of pairs rather than of one of its phenomena."""
     return "/" not in name
 
 
@@ -108,32 +102,33 @@ def spoken(name: str) -> str:
     return name.rsplit("/", 1)[-1].replace("_", " ")
 
 
-def pair_charts(records: list[RunRecord]) -> list[Chart]:
+def pair_charts(runs: list[Run]) -> list[Chart]:
     """A chart per name of what was scored during training; modes by colour in one run, by dashes in several."""
-    modes, names = pair_names(records)
-    keys = {key for record in records for key in pair_series(record.run).values()}
-    values = [as_share(v) for record in records for key in keys for v in record.run.series.get(key, {}).values()]
-    lowest = min(values, default=0.0)  # without values (scored by evaluation/minimal_pairs.py alone) nothing is drawn
-    charts: list[Chart] = []
+    modes, names = pair_names(runs)
+    several, lowest, drawn = len(runs) > 1, 1.0, []
     for name in names:
         lines = []
-        for number, record in enumerate(records):
-            series = pair_series(record.run)
-            for place, mode in enumerate(modes):
-                if (mode, name) not in series:
+        for number, run in enumerate(runs):
+            keys = pair_keys(run.metrics)
+            for dash, mode in enumerate(modes):
+                if (mode, name) not in keys:
                     continue
-                key = series[mode, name]
-                scale = 0.01 if max(record.run.series[key].values()) > 1.5 else 1.0  # as data's as_share
-                hue = _MODE_COLOURS.get(mode, run_colour(place)) if len(records) == 1 else run_colour(number)
-                line = _line(record.run, number, key, "valid", hue, mode, scale)
-                lines.append({**line, "dash": place if len(records) > 1 else 0})
+                values = run.metrics.series[keys[mode, name]].values()
+                scale = unit_of(max(values))
+                lowest = min(lowest, scale * min(values))
+                hue = run_colour(number) if several else hue_of(mode, dash)
+                line = _line(run, number, keys[mode, name], "valid", hue, mode, scale)
+                lines.append({**line, "dash": dash if several else 0})
+        drawn.append((name, lines))
+    charts: list[Chart] = []
+    for name, lines in drawn:  # all on one scale
         options = {"format": "percent", "reference": 0.5, "small": not is_set(name), "set": name.split("/")[0]}
         charts += _chart(f"pairs_{len(charts)}", spoken(name), lines, **options, range=[lowest, 1.0])
     return charts
 
 
 def schedule_charts(runs: list[Run]) -> list[Chart]:
-    """Learning rate, row length, rows per step, mask rate and share of masked rows, as they were applied."""
+    """Learning rate, row length, rows per step and mask rate, as they were applied."""
     shown = (
         ("stats/learning_rate", "Learning rate", "line"),
         ("stats/seq_length", "Row length (tokens)", "stepped"),
@@ -152,7 +147,7 @@ def schedule_charts(runs: list[Run]) -> list[Chart]:
 
 
 def speed_charts(runs: list[Run]) -> list[Chart]:
-    """Throughput, share of the device's peak, memory, and waiting for data."""
+    """Throughput, fraction of the device's peak, memory, and waiting for data."""
     single = "ink" if len(runs) == 1 else None
     shown = (
         ("stats/tokens_per_second", "Throughput (tokens per second)", {"zero": True}),
@@ -174,22 +169,21 @@ def stability_charts(runs: list[Run]) -> list[Chart]:
     charts += _chart("z_loss", "Squared log-partition (z-loss)", _noisy(runs, "train/z_loss", single), small=True)
     if len(runs) == 1:
         for kind, title in (("grad_norm", "Gradient norm by part"), ("parameter_norm", "Parameter norm by part")):
-            keys = sorted(key for key in runs[0].series if key.startswith(f"stats/{kind}/"))
+            keys = sorted(key for key in runs[0].metrics.series if key.startswith(f"stats/{kind}/"))
             lines = [
-                _line(runs[0], 0, key, "line", run_colour(place), key.rsplit("/", 1)[-1])
-                for place, key in enumerate(keys)
+                _line(runs[0], 0, key, "line", run_colour(number), key.rsplit("/", 1)[-1])
+                for number, key in enumerate(keys)
             ]
             charts += _chart(f"{kind}_roles", title, lines, small=True, legend=True, log=True)
     return charts
 
 
-def sections(records: list[RunRecord]) -> dict[str, list[Chart]]:
+def sections(runs: list[Run]) -> dict[str, list[Chart]]:
     """The charts of a report by section; a section may be empty."""
-    runs = [record.run for record in records]
     return {
         "loss": objective_charts(runs, "loss", "loss", format="loss", unit="nats per target"),
         "accuracy": objective_charts(runs, "accuracy", "accuracy", format="percent", small=True),
-        "pairs": pair_charts(records),
+        "pairs": pair_charts(runs),
         "schedules": schedule_charts(runs),
         "speed": speed_charts(runs),
         "stability": stability_charts(runs),

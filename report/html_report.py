@@ -1,9 +1,10 @@
-"""Show one or several runs as one HTML page that needs no network: losses, scores, schedules, speed, restarts, samples.
+"""One or several runs as one HTML page that needs no network: losses, scores, schedules, speed, restarts, samples.
 
-    python -m report.html_report RUN... [-o report.html] [--samples] [--watch]
+    python report/html_report.py RUN... [-o report.html] [--watch]
 
 RUN is a run folder or a metrics.jsonl file, finished or still training. The page follows the reader's light or dark
 setting and reads on a phone. With --watch it is written anew as metrics arrive, and an open page follows by itself.
+evaluation/samples.py adds sample completions to a run.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __package__ in (None, ""):  # run as a file: the other modules of training/ must not hide packages
+if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
+from report.metrics import ReportError, load_metrics
 from report.page import page
-from report.plot import PlotError, draw, read_run
-from report.runs import RunRecord, folder_of, read_records
+from report.plot import draw
+from report.runs import Run, folder_of, read_runs
+from training.status import SAMPLES
 
 if TYPE_CHECKING:
     from training.metric_logger import NullLogger
 
-_WATCHED = ("metrics.jsonl", "status.json", "config.json", "attempts.jsonl", "samples.jsonl")
-_LARGEST_SHARE = 0.1  # of the time that --watch spends writing pages
+_WATCHED = ("metrics.jsonl", "status.json", "config.json", "attempts.jsonl", SAMPLES)
+_LARGEST_FRACTION = 0.1  # of the time that --watch spends writing pages
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,17 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
         check(options, output)
         if options.watch:
             return watch(options.runs, output, options.interval)
-        if options.samples:
-            from evaluation.samples import write_samples
-
-            for run in options.runs:
-                print(f"sample completions of {run} ...", file=sys.stderr, flush=True)
-                write_samples(folder_of(run), options.prompt, options.gap, options.device)
-        write(read_records(options.runs), output)
+        write(read_runs(options.runs), output)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except PlotError as error:
+    except ReportError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -62,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(
-        prog="python -m report.html_report",
+        prog="report/html_report.py",
         description="Show one or several runs as one HTML page that needs no network.",
     )
     parser.add_argument(
@@ -81,25 +78,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--interval", type=float, default=10.0, metavar="SECONDS",
         help="with --watch: least time between two pages (default: 10)",
     )  # fmt: skip
-    parser.add_argument(
-        "--samples",
-        action="store_true",
-        help="let the newest checkpoint's averaged weights continue texts and fill gaps first (takes a while)",
-    )
-    parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT",
-        help="with --samples: text to continue; may be given several times (default: beginnings of held-out documents)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--gap", action="append", default=[], metavar="TEXT",
-        help="with --samples: text with <mask> where tokens are missing (default: held-out documents)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cuda", "cpu"),
-        default="auto",
-        help="with --samples: where the model runs; auto: CUDA where there is a GPU (default: auto)",
-    )
     return parser.parse_args(arguments)
 
 
@@ -108,41 +86,34 @@ def default_output(runs: list[str]) -> Path:
 
 
 def check(options: argparse.Namespace, output: Path) -> None:
-    """Refuse what cannot work before anything is read. Raises PlotError."""
+    """Refuse what cannot work before anything is read. Raises ReportError."""
     if output.is_dir():
-        raise PlotError(f"--output {output} is a folder: name a file in it, such as {output / 'report.html'}.")
+        raise ReportError(f"--output {output} is a folder: name a file in it, such as {output / 'report.html'}.")
     if not output.parent.is_dir():
-        raise PlotError(f"--output {output}: there is no folder {output.parent}; make it first.")
+        raise ReportError(f"--output {output}: there is no folder {output.parent}; make it first.")
     if not options.interval > 0:
-        raise PlotError(f"--interval is {options.interval:g}: give a number of seconds above 0.")
-    if (options.prompt or options.gap) and not options.samples:
-        raise PlotError(f"{'--prompt' if options.prompt else '--gap'} is used with --samples only: add --samples.")
-    if options.watch and options.samples:
-        raise PlotError("--samples and --watch exclude each other: run once with --samples, then with --watch.")
-    for gap in options.gap:
-        if "<mask>" not in gap:
-            raise PlotError(f"--gap {gap!r} has no <mask>: write <mask> where the model shall fill in a token.")
+        raise ReportError(f"--interval is {options.interval:g}: give a number of seconds above 0.")
 
 
-def write(records: list[RunRecord], output: Path, refresh: float = 0.0) -> None:
+def write(runs: list[Run], output: Path, refresh: float = 0.0) -> None:
     """Write the page, which appears complete or not at all. Raises OSError."""
-    for gap in (gap for record in records for gap in record.run.gaps):
+    for gap in (gap for run in runs for gap in run.metrics.gaps):
         print(gap, file=sys.stderr)
-    write_atomically(output, page(records, refresh).encode(errors="replace"))  # half a surrogate pair is no text
+    write_atomically(output, page(runs, refresh).encode(errors="replace"))  # half a surrogate pair is no text
 
 
 def publish_report(folder: Path, log: NullLogger, step: int) -> None:
     """Write a finished run's report.html, and give it and its figures to wandb; what fails is only told."""
     page_file, picture = folder / "report.html", folder / "metrics.png"
     try:
-        write(read_records([str(folder)]), page_file)
+        write(read_runs([str(folder)]), page_file)
         log.say(f"report: {page_file}")
         if log.takes_media:
-            with suppress(PlotError):  # matplotlib is optional
-                draw([read_run(folder)], picture)
+            with suppress(ReportError):  # matplotlib is optional
+                draw([load_metrics(folder)], picture)
             log.log_media(lambda: _media(page_file, picture), step)
     except Exception as error:  # the run is complete and saved: nothing here may turn it into a failure
-        log.say(f"note: no report was written ({type(error).__name__}: {error}); python -m report.html_report can")
+        log.say(f"note: no report was written ({type(error).__name__}: {error}); report/html_report.py can")
 
 
 def _media(page_file: Path, picture: Path) -> dict[str, Any]:
@@ -161,28 +132,28 @@ def watch(runs: list[str], output: Path, interval: float) -> int:
     seen, took = None, 0.0
     try:
         while True:
-            now = _marks(runs)
+            now = _file_versions(runs)
             if now != seen:
                 began = time.monotonic()
-                records = _patiently(runs)
-                if records and all(record.state == "finished" for record in records):
-                    write(records, output)
+                found = _read_when_ready(runs)
+                if found and all(run.state == "finished" for run in found):
+                    write(found, output)
                     print(f"{output}: all runs are finished", flush=True)
                     return 0
-                if records:
-                    write(records, output, refresh=interval)
+                if found:
+                    write(found, output, refresh=interval)
                     seen = now
                 took = time.monotonic() - began
-            time.sleep(max(interval, took / _LARGEST_SHARE))
+            time.sleep(max(interval, took / _LARGEST_FRACTION))
     except KeyboardInterrupt:
         if seen is not None:
-            write(read_records(runs), output)
+            write(read_runs(runs), output)
         print(f"\n{output}", file=sys.stderr)
         return 0
 
 
-def _marks(runs: list[str]) -> list[tuple[int, int, int] | None]:
-    """What changes when any file of the runs does."""
+def _file_versions(runs: list[str]) -> list[tuple[int, int, int] | None]:
+    """Inode, size and time of every file that is watched; None for one that is absent."""
     found: list[tuple[int, int, int] | None] = []
     for run in runs:
         for name in _WATCHED:
@@ -195,14 +166,14 @@ def _marks(runs: list[str]) -> list[tuple[int, int, int] | None]:
     return found
 
 
-def _patiently(runs: list[str]) -> list[RunRecord]:
-    """The runs; [] while one that exists has no metrics yet. Raises PlotError for what is no run."""
+def _read_when_ready(runs: list[str]) -> list[Run]:
+    """The runs; [] while one that exists has no metrics yet. Raises ReportError for what is no run."""
     for run in runs:
         if not Path(run).exists():
-            raise PlotError(f"{run} is no run: name a folder with a metrics.jsonl file in it, or such a file.")
+            raise ReportError(f"{run} is no run: name a folder with a metrics.jsonl file in it, or such a file.")
     try:
-        return read_records(runs)
-    except PlotError:
+        return read_runs(runs)
+    except ReportError:
         return []
 
 

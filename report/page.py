@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from report.charts import Chart, axes_of, is_set, pair_names, run_colour, sections, spoken
-from report.plot import short_number
-from report.runs import RunRecord
+from report.charts import Chart, axes_of, hue_of, is_set, pair_names, run_colour, sections, spoken
+from report.metrics import objectives, short_number
+from report.runs import Run
 from report.tables import MISSING, configuration, environment, restarts, samples, table
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
@@ -47,42 +47,12 @@ class Figure:
     best: bool = False
 
 
-def page(records: list[RunRecord], refresh: float = 0.0) -> str:
+def page(runs: list[Run], refresh: float = 0.0) -> str:
     """The whole page. refresh: seconds after which an open page loads itself anew, 0 for never."""
-    charts = sections(records)
-    parts = [
-        ("loss", "Loss", chart_section(charts["loss"], records, _loss_key(records))),
-        ("accuracy", "Accuracy", chart_section(charts["accuracy"], records)),
-        ("pairs", "Minimal pairs", pair_section(charts["pairs"], records)),
-        ("samples", "Samples", guarded(samples, records)),
-        ("schedules", "Schedules", chart_section(charts["schedules"], records)),
-        ("speed", "Speed and memory", chart_section(charts["speed"], records)),
-        ("stability", "Stability", chart_section(charts["stability"], records)),
-        ("restarts", "Restarts", guarded(restarts, records)),
-        ("configuration", "Configuration", guarded(configuration, records)),
-        ("environment", "Environment", guarded(environment, records)),
-    ]
-    parts = [(name, title, content) for name, title, content in parts if content]
-    title = records[0].name if len(records) == 1 else f"{len(records)} runs"
-    data = {
-        "refresh": refresh,
-        "runs": [
-            {
-                "name": record.name,
-                "colour": run_colour(number),
-                "axes": axes_of(record),
-                "restarts": sorted({start.step for start in record.starts if start.step > 0}),
-            }
-            for number, record in enumerate(records)
-        ],
-        "charts": [chart for group in charts.values() for chart in group],
-    }
-    drawn = [
-        f'<section id="{name}"><h2>{html.escape(title)}</h2>\n{content}</section>' for name, title, content in parts
-    ]
-    if len(records) == 1 and [name for name, _, _ in parts[-2:]] == ["configuration", "environment"]:
-        drawn[-2:] = [f'<div class="beside">{drawn[-2]}{drawn[-1]}</div>']
-    body = "\n".join(drawn)
+    charts = sections(runs)
+    parts = contents(runs, charts)
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    data = page_data(runs, charts, refresh)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -96,14 +66,14 @@ def page(records: list[RunRecord], refresh: float = 0.0) -> str:
 {(_ASSETS / "page.css").read_text(encoding="utf-8")}</style>
 </head>
 <body>
-{header(records, title)}
-{toolbar(records, [(name, title) for name, title, _ in parts], data)}
+{header(runs, title)}
+{toolbar(runs, [(name, heading) for name, heading, _ in parts], data)}
 <main>
 <noscript><p class="note">The charts of this page need JavaScript; tables and figures do not.</p></noscript>
-{body}
+{body(parts, side_by_side=len(runs) == 1)}
 </main>
 <footer>Written {datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")} UTC by
-<code>python -m report.html_report</code>. Drag over a chart to look closer at a part, double-click to go back.</footer>
+<code>report/html_report.py</code>. Drag over a chart to look closer at a part, double-click to go back.</footer>
 <div id="tip" role="status" hidden></div>
 <script type="application/json" id="data">{inline_json(data)}</script>
 <script>
@@ -113,15 +83,57 @@ def page(records: list[RunRecord], refresh: float = 0.0) -> str:
 """
 
 
+def contents(runs: list[Run], charts: dict[str, list[Chart]]) -> list[tuple[str, str, str]]:
+    """Id, heading and HTML of every section that is not empty."""
+    parts = [
+        ("loss", "Loss", chart_section(charts["loss"], runs, _loss_key(runs))),
+        ("accuracy", "Accuracy", chart_section(charts["accuracy"], runs)),
+        ("pairs", "Minimal pairs", pair_section(charts["pairs"], runs)),
+        ("samples", "Samples", guarded(samples, runs)),
+        ("schedules", "Schedules", chart_section(charts["schedules"], runs)),
+        ("speed", "Speed and memory", chart_section(charts["speed"], runs)),
+        ("stability", "Stability", chart_section(charts["stability"], runs)),
+        ("restarts", "Restarts", guarded(restarts, runs)),
+        ("configuration", "Configuration", guarded(configuration, runs)),
+        ("environment", "Environment", guarded(environment, runs)),
+    ]
+    return [part for part in parts if part[2]]
+
+
+def body(parts: list[tuple[str, str, str]], side_by_side: bool) -> str:
+    """The sections one below the other; side_by_side: configuration and environment share a row."""
+    drawn = [
+        f'<section id="{name}"><h2>{html.escape(heading)}</h2>\n{content}</section>' for name, heading, content in parts
+    ]
+    if side_by_side and [name for name, _, _ in parts[-2:]] == ["configuration", "environment"]:
+        drawn[-2:] = [f'<div class="beside">{drawn[-2]}{drawn[-1]}</div>']
+    return "\n".join(drawn)
+
+
+def page_data(runs: list[Run], charts: dict[str, list[Chart]], refresh: float) -> dict[str, Any]:
+    """What the page's script draws, for JSON."""
+    return {
+        "refresh": refresh,
+        "runs": [
+            {
+                "name": run.name,
+                "colour": run_colour(number),
+                "axes": axes_of(run),
+                "restarts": sorted({start.step for start in run.starts if start.step > 0}),
+            }
+            for number, run in enumerate(runs)
+        ],
+        "charts": [chart for group in charts.values() for chart in group],
+    }
+
+
 def guarded(make: Callable[..., str], *arguments: Any) -> str:
-    """A part of the page from what a run's files hold; where they hold what it cannot show, a sentence that says so."""
+    """A part of the page from what a run's files hold; a note where they hold what it cannot show."""
     try:
         return make(*arguments)
-    except (
-        Exception
-    ) as error:  # files of other versions, edited or damaged ones: the other parts are still worth seeing
-        told = html.escape(f"{type(error).__name__}: {error}"[:200])
-        return f'<p class="note">The run\'s files hold something that cannot be shown here ({told}).</p>'
+    except Exception as error:  # files of other versions, edited or damaged: the other parts are still worth seeing
+        reason = html.escape(f"{type(error).__name__}: {error}"[:200])
+        return f'<p class="note">The run\'s files hold something that cannot be shown here ({reason}).</p>'
 
 
 def inline_json(data: Any) -> str:
@@ -132,14 +144,14 @@ def inline_json(data: Any) -> str:
 # Header
 
 
-def header(records: list[RunRecord], title: str) -> str:
+def header(runs: list[Run], title: str) -> str:
     """Title, state, and the figures of the one run or a table of those of the several."""
-    if len(records) == 1:
-        record = records[0]
-        parts = [f"<header><p class='kicker'>Training report</p><h1>{html.escape(title)}{chip(record)}</h1>"]
-        if line := guarded(_lead, record):
+    if len(runs) == 1:
+        run = runs[0]
+        parts = [f"<header><p class='kicker'>Training report</p><h1>{html.escape(title)}{chip(run)}</h1>"]
+        if line := guarded(_lead, run):
             parts.append(line)
-        found = figures(record)
+        found = figures(run)
         columns = len(found) if len(found) <= _MOST_COLUMNS else -(-len(found) // 2)
         cells = "".join(
             f"<div><dt>{html.escape(f.name)}</dt><dd>{html.escape(f.value)}"
@@ -147,9 +159,9 @@ def header(records: list[RunRecord], title: str) -> str:
             + "</dd></div>"
             for f in found
         )
-        parts.append(f"{progress(record)}<dl class='figures' style='--columns:{columns}'>{cells}</dl></header>")
+        parts.append(f"{progress(run)}<dl class='figures' style='--columns:{columns}'>{cells}</dl></header>")
         return "\n".join(parts)
-    return f"<header><p class='kicker'>Training report</p><h1>{html.escape(title)}</h1>{comparison(records)}</header>"
+    return f"<header><p class='kicker'>Training report</p><h1>{html.escape(title)}</h1>{comparison(runs)}</header>"
 
 
 def swatch(number: int) -> str:
@@ -157,20 +169,20 @@ def swatch(number: int) -> str:
     return f'<i class="swatch" style="background:var(--{run_colour(number)})"></i>'
 
 
-def chip(record: RunRecord) -> str:
+def chip(run: Run) -> str:
     """The run's state as a small label."""
-    state = _STATES.get(record.state, "")
+    state = _STATES.get(run.state, "")
     return f'<span class="chip {state}">{state}</span>' if state else ""
 
 
-def _lead(record: RunRecord) -> str:
-    line = model_line(record)
+def _lead(run: Run) -> str:
+    line = model_line(run)
     return f'<p class="lead">{html.escape(line)}</p>' if line else ""
 
 
-def model_line(record: RunRecord) -> str:
+def model_line(run: Run) -> str:
     """Model, ratio of the objectives and device in one line."""
-    model, flags = record.config.get("model", {}), record.config.get("flags", {})
+    model, flags = run.config.get("model", {}), run.config.get("flags", {})
     parts = []
     if model:
         parts.append(
@@ -180,23 +192,23 @@ def model_line(record: RunRecord) -> str:
         parts.append(f"{flags['hybrid_numerator']}/{flags['hybrid_denominator']} of rows masked")
     if "optimizer" in flags:
         parts.append(f"{flags['optimizer'].upper()}, peak learning rate {flags['learning_rate']:g}")
-    if record.starts and record.starts[-1].device:
-        parts.append(record.starts[-1].device)
+    if run.starts and run.starts[-1].device:
+        parts.append(run.starts[-1].device)
     return "  ·  ".join(parts)
 
 
-def progress(record: RunRecord) -> str:
+def progress(run: Run) -> str:
     """How far a run is that is not finished, with the time that is left where it runs."""
-    total = record.max_steps
-    if not total or record.step >= total:
+    total = run.max_steps
+    if not total or run.step >= total:
         return ""
-    share = record.step / total
-    text = f"step {record.step:,} of {total:,}"
-    if record.state == "running" and record.hours and share > 0:
-        text += f", about {duration(max(record.hours.values()) * (1 - share) / share)} to go"
+    done = run.step / total
+    text = f"step {run.step:,} of {total:,}"
+    if run.state == "running" and run.hours and done > 0:
+        text += f", about {duration(max(run.hours.values()) * (1 - done) / done)} to go"
     return (
-        f'<p class="progress"><progress max="1" value="{share:.4f}">{share:.0%}</progress>'
-        f"<span>{100 * share:.0f} % – {html.escape(text)}</span></p>"
+        f'<p class="progress"><progress max="1" value="{done:.4f}">{done:.0%}</progress>'
+        f"<span>{100 * done:.0f} % – {html.escape(text)}</span></p>"
     )
 
 
@@ -209,30 +221,30 @@ def duration(hours: float) -> str:
     return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
 
 
-def figures(record: RunRecord) -> list[Figure]:
-    """The figures that sum up a run; those that it did not record are left out."""
-    run, found = record.run, []
-    total = record.max_steps
-    found.append(Figure("Steps", f"{record.step:,}", f"of {total:,}" if total and total != record.step else ""))
-    if record.tokens is not None:
-        corpus = record.config.get("data", {}).get("tokens")
-        found.append(Figure("Tokens", short_number(record.tokens), _epochs(record.tokens, corpus)))
-    for objective in ("masked", "causal"):
+def figures(run: Run) -> list[Figure]:
+    """The figures that sum up a run; those that it did not log are left out."""
+    metrics, found = run.metrics, []
+    total = run.max_steps
+    found.append(Figure("Steps", f"{run.step:,}", f"of {total:,}" if total and total != run.step else ""))
+    if run.tokens is not None:
+        corpus = run.config.get("data", {}).get("tokens")
+        found.append(Figure("Tokens", short_number(run.tokens), _epochs(run.tokens, corpus)))
+    for objective in objectives([metrics]):
         for prefix, what in (("valid/", "validation loss"), ("train/", "training loss")):
-            loss = run.last(f"{prefix}{objective}_loss")
+            loss = metrics.last(f"{prefix}{objective}_loss")
             if loss is not None:
-                ema = run.last(f"{prefix}ema_{objective}_loss")
+                ema = metrics.last(f"{prefix}ema_{objective}_loss")
                 remark = f"EMA {ema:.3f}" if ema is not None else ""
                 found.append(Figure(f"{objective.capitalize()} {what}", f"{loss:.3f}", remark))
                 break
-    found += [Figure(f"Minimal pairs, {mode}", f"{100 * share:.1f} %") for mode, share in overall(record).items()]
-    if rates := run.series.get("stats/tokens_per_second"):
-        mfu = run.series.get("stats/mfu")
+    found += [Figure(f"Minimal pairs, {mode}", f"{100 * accuracy:.1f} %") for mode, accuracy in overall(run).items()]
+    if rates := metrics.series.get("stats/tokens_per_second"):
+        mfu = metrics.series.get("stats/mfu")
         remark = f"tokens/s, MFU {100 * float(np.median(list(mfu.values()))):.0f} %" if mfu else "tokens/s"
         found.append(Figure("Speed", short_number(float(np.median(list(rates.values())))), remark))
-    if record.hours:
-        found.append(Figure("Training time", duration(max(record.hours.values()))))
-    if memory := run.series.get("stats/peak_memory_gib"):
+    if run.hours:
+        found.append(Figure("Training time", duration(max(run.hours.values()))))
+    if memory := metrics.series.get("stats/peak_memory_gib"):
         found.append(Figure("Peak memory", f"{max(memory.values()):.1f} GiB", "a device"))
     return found
 
@@ -241,20 +253,20 @@ def _epochs(tokens: float, corpus: Any) -> str:
     return f"{tokens / corpus:.2g} × the corpus" if isinstance(corpus, int) and corpus > 0 else ""
 
 
-def overall(record: RunRecord) -> dict[str, float]:
+def overall(run: Run) -> dict[str, float]:
     """The minimal-pair score of each mode, the mean over sets of pairs."""
     found = {}
-    for mode in pair_names([record])[0]:
-        shares = {name: share for (m, name), share in record.pairs.items() if m == mode}
-        sets = {name: share for name, share in shares.items() if is_set(name)} or shares
+    for mode in pair_names([run])[0]:
+        scores = {name: accuracy for (m, name), accuracy in run.pairs.items() if m == mode}
+        sets = {name: accuracy for name, accuracy in scores.items() if is_set(name)} or scores
         if sets:
             found[mode] = float(np.mean(list(sets.values())))
     return found
 
 
-def comparison(records: list[RunRecord]) -> str:
+def comparison(runs: list[Run]) -> str:
     """A table of the figures of several runs, one a column, the best of each row marked."""
-    by_run = [{figure.name: figure for figure in figures(record)} for record in records]
+    by_run = [{figure.name: figure for figure in figures(run)} for run in runs]
     rows = []
     for name in dict.fromkeys(name for found in by_run for name in found):
         cells = [html.escape(name)]
@@ -264,26 +276,27 @@ def comparison(records: list[RunRecord]) -> str:
                 cells.append(MISSING)
                 continue
             value, remark = html.escape(found[name].value), html.escape(found[name].remark)
-            best = _same_data(name, records) and _is_best(name, found[name].value, values)
+            best = _same_data(name, runs) and _is_best(name, found[name].value, values)
             strong = f"<b>{value}</b>" if best else value
             cells.append(f"{strong}<small>{remark}</small>" if remark else strong)
         rows.append(cells)
-    head = [f"{swatch(number)}{html.escape(r.name)}{chip(r)}" for number, r in enumerate(records)]
-    names = [row[0] for row in rows if "loss" in row[0] and not _same_data(row[0], records)]
-    told = (
-        f"<p class='note'>The runs do not record the same data for {', '.join(names)}: none is marked as the best.</p>"
+    head = [f"{swatch(number)}{html.escape(r.name)}{chip(r)}" for number, r in enumerate(runs)]
+    names = [row[0] for row in rows if "loss" in row[0] and not _same_data(row[0], runs)]
+    note = (
+        f"<p class='note'>The runs are not known to use the same data for {', '.join(names)}: "
+        "none is marked as the best.</p>"
     )
-    return table(["", *head], rows, "numbers compared") + (told if names else "")
+    return table(["", *head], rows, "numbers compared") + (note if names else "")
 
 
-def _same_data(name: str, records: list[RunRecord]) -> bool:
-    """Whether runs measured figure `name`, if it is a loss, on the same tokens, by the fingerprints they recorded."""
+def _same_data(name: str, runs: list[Run]) -> bool:
+    """Whether runs measured figure `name`, if it is a loss, on the same tokens, by the fingerprints in config.json."""
     if "loss" not in name:
         return True
-    data = [record.config.get("data", {}) for record in records]
+    data = [run.config.get("data", {}) for run in runs]
     trained = [of.get("identity") for of in data]
     held_out = [of.get("held_out_identity") for of in data]
-    known = held_out if "validation" in name and any(held_out) else trained  # old runs record the first alone
+    known = held_out if "validation" in name and any(held_out) else trained  # old runs know the first alone
     return bool(known[0]) and all(each == known[0] for each in known)
 
 
@@ -297,49 +310,49 @@ def _is_best(name: str, value: str, values: Sequence[str]) -> bool:
     return float(value.rstrip(" %")) == (min(numbers) if "loss" in name else max(numbers))
 
 
-def toolbar(records: list[RunRecord], parts: Iterable[tuple[str, str]], data: dict[str, Any]) -> str:
+def toolbar(runs: list[Run], parts: Iterable[tuple[str, str]], data: dict[str, Any]) -> str:
     """Links to the sections, the choice of the horizontal axis, and which runs are shown."""
     links = "".join(f'<a href="#{name}">{html.escape(title)}</a>' for name, title in parts)
-    runs = ""
-    if len(records) > 1:
-        runs = "".join(
+    shown = ""
+    if len(runs) > 1:
+        shown = "".join(
             f'<label class="run"><input type="checkbox" checked data-run="{n}">{swatch(n)}{html.escape(r.name)}</label>'
-            for n, r in enumerate(records)
+            for n, r in enumerate(runs)
         )
-        runs = f'<div class="group" role="group" aria-label="Runs">{runs}</div>'
+        shown = f'<div class="group" role="group" aria-label="Runs">{shown}</div>'
     axes = [("tokens", "Tokens"), ("s", "Steps"), ("hours", "Time")]
-    offered = [(k, t) for k, t in axes if all(k in run["axes"] for run in data["runs"])]
+    offered = [(k, t) for k, t in axes if all(k in each["axes"] for each in data["runs"])]
     buttons = "".join(f'<button type="button" data-axis="{k}">{t}</button>' for k, t in offered)
     return (
         f'<nav class="toolbar"><div class="links">{links}</div><div class="controls">'
         f'<div class="group switch" role="group" aria-label="Horizontal axis">{buttons}</div>'
         f'<label class="run"><input type="checkbox" id="log">Log loss</label>'
-        f'{runs}<button type="button" id="reset" hidden>Whole range</button></div></nav>'
+        f'{shown}<button type="button" id="reset" hidden>Whole range</button></div></nav>'
     )
 
 
 # Charts
 
 
-def _loss_key(records: list[RunRecord]) -> str:
-    """What the marks in the loss charts mean, as far as they occur."""
-    keys = {key for record in records for key in record.run.series}
+def _loss_key(runs: list[Run]) -> str:
+    """A legend of the marks that occur in the loss charts."""
+    keys = {key for run in runs for key in run.metrics.series}
     marks = [("line", "training, smoothed")]
     if any(key.startswith("valid/") for key in keys):
         marks.append(("dot", "validation"))
     if any(key.startswith("valid/ema_") for key in keys):
         marks.append(("ring", "validation, averaged weights (EMA)"))
-    if any(start.step > 0 for record in records for start in record.starts):
+    if any(start.step > 0 for run in runs for start in run.starts):
         marks.append(("tick", "restart"))
     return "<p class='key'>" + "".join(f'<span><i class="{m}"></i>{text}</span>' for m, text in marks) + "</p>"
 
 
-def chart_section(charts: list[Chart], records: list[RunRecord], key: str = "") -> str:
+def chart_section(charts: list[Chart], runs: list[Run], key: str = "") -> str:
     """A section of charts; "" without any."""
     if not charts:
         return ""
-    large = [figure(chart, records) for chart in charts if not chart.get("small")]
-    small = [figure(chart, records) for chart in charts if chart.get("small")]
+    large = [figure(chart, runs) for chart in charts if not chart.get("small")]
+    small = [figure(chart, runs) for chart in charts if chart.get("small")]
     parts = [key]
     if large:
         parts.append(f'<div class="grid large">{"".join(large)}</div>')
@@ -348,12 +361,12 @@ def chart_section(charts: list[Chart], records: list[RunRecord], key: str = "") 
     return "\n".join(parts)
 
 
-def figure(chart: Chart, records: list[RunRecord]) -> str:
-    """The place of one chart, with a description for those who cannot see it."""
+def figure(chart: Chart, runs: list[Run]) -> str:
+    """An empty chart for the script to draw, with a description for those who cannot see it."""
     ends = []
     for line in chart["lines"]:
-        if line["kind"] != "raw" and not (line["kind"] == "smooth" and len(records) > 1):
-            name = records[line["run"]].name if len(records) > 1 else ""
+        if line["kind"] != "raw" and not (line["kind"] == "smooth" and len(runs) > 1):
+            name = runs[line["run"]].name if len(runs) > 1 else ""
             ends.append(" ".join(filter(None, [name, line["label"], f"{line['y'][-1]:.4g}"])))
     summary = f"{chart['title']}. Last: {'; '.join(ends[:12])}." if ends else chart["title"]
     unit = f' <span class="unit">{html.escape(chart["unit"])}</span>' if chart.get("unit") else ""
@@ -363,46 +376,44 @@ def figure(chart: Chart, records: list[RunRecord]) -> str:
     )
 
 
-def pair_section(charts: list[Chart], records: list[RunRecord]) -> str:
+def pair_section(charts: list[Chart], runs: list[Run]) -> str:
     """Minimal-pair scores: over training as charts, the newest as a table."""
-    modes, names = pair_names(records)
-    if not any(record.pairs for record in records):
+    modes, names = pair_names(runs)
+    if not any(run.pairs for run in runs):
         return ""
     marks = ""
-    if len(records) == 1:
+    if len(runs) == 1:
         marks = "".join(f'<span><i class="line {html.escape(m)}"></i>{html.escape(m)}</span>' for m in modes)
     else:
-        marks = "".join(
-            f'<span><i class="dash{place % 3}"></i>{html.escape(m)}</span>' for place, m in enumerate(modes)
-        )
-    told = "share of pairs whose acceptable sentence is the more probable; dotted: chance"
-    parts = [f"<p class='key'>{marks}<span class='muted'>{told}</span></p>"]
-    if whole := [figure(chart, records) for chart in charts if not chart["small"]]:
+        marks = "".join(f'<span><i class="dash{n % 3}"></i>{html.escape(m)}</span>' for n, m in enumerate(modes))
+    meaning = "fraction of pairs whose acceptable sentence is the more probable; dotted: chance"
+    parts = [f"<p class='key'>{marks}<span class='muted'>{meaning}</span></p>"]
+    if whole := [figure(chart, runs) for chart in charts if not chart["small"]]:
         parts.append(f'<div class="grid large">{"".join(whole)}</div>')
     phenomena = [chart for chart in charts if chart["small"]]
     for name in dict.fromkeys(chart["set"] for chart in phenomena):
-        drawn = [figure(chart, records) for chart in phenomena if chart["set"] == name]
+        drawn = [figure(chart, runs) for chart in phenomena if chart["set"] == name]
         opened = " open" if len(phenomena) <= _OPEN_CHARTS else ""
         parts.append(
             f"<details{opened}><summary>{html.escape(spoken(name))} by phenomenon, over training</summary>"
             f'<div class="grid many">{"".join(drawn)}</div></details>'
         )
-    return "\n".join([*parts, pair_table(records, modes, names)])
+    return "\n".join([*parts, pair_table(runs, modes, names)])
 
 
-def pair_table(records: list[RunRecord], modes: list[str], names: list[str]) -> str:
+def pair_table(runs: list[Run], modes: list[str], names: list[str]) -> str:
     """The newest scores, in percent: a row per set and phenomenon, a column per mode and run."""
-    columns = [(n, mode) for mode in modes for n, r in enumerate(records) if any(m == mode for m, _ in r.pairs)]
+    columns = [(n, mode) for mode in modes for n, r in enumerate(runs) if any(m == mode for m, _ in r.pairs)]
     head = ["Newest scores (%)"]
-    head += [f"{swatch(n)}{html.escape(mode)}" if len(records) > 1 else html.escape(mode) for n, mode in columns]
+    head += [f"{swatch(n)}{html.escape(mode)}" if len(runs) > 1 else html.escape(mode) for n, mode in columns]
     rows = []
     for name in names:
         label = html.escape(spoken(name))
         cells = [f"<b>{label}</b>" if is_set(name) else label]
         for n, mode in columns:
-            share = records[n].pairs.get((mode, name))
-            hue = mode if mode in ("masked", "causal", "fused") and len(records) == 1 else run_colour(n)
-            bar = f'<i class="bar" style="--share:{share or 0:.4f};--hue:var(--{hue})"></i>'
-            cells.append(MISSING if share is None else f"{100 * share:.1f}{bar if len(columns) <= _BARS else ''}")
+            accuracy = runs[n].pairs.get((mode, name))
+            hue = hue_of(mode, n) if len(runs) == 1 else run_colour(n)
+            bar = f'<i class="bar" style="--fraction:{accuracy or 0:.4f};--hue:var(--{hue})"></i>'
+            cells.append(MISSING if accuracy is None else f"{100 * accuracy:.1f}{bar if len(columns) <= _BARS else ''}")
         rows.append(cells)
     return table(head, rows, "numbers")

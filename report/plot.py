@@ -1,6 +1,6 @@
-"""Draw one or several runs into one PNG: losses, accuracy, schedules, throughput and gradient norm against tokens.
+"""One or several runs as one PNG: losses, accuracy, schedules, throughput and gradient norm against tokens.
 
-    python -m report.plot RUN... [-o FILE.png] [--x tokens|step]
+    python report/plot.py RUN... [-o FILE.png] [--x tokens|step]
 
 RUN is a run folder or a metrics.jsonl file. A run that is still training can be drawn at any time: a last line that is
 only half written is left out. The colour tells the objective, the line style tells the run.
@@ -9,21 +9,20 @@ only half written is left out. The colour tells the objective, the line style te
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __package__ in (None, ""):  # run as a file: the other modules of training/ must not hide packages
+if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
 
-from data.atomic_io import json_lines
 from data.cli import Parser
+from report.metrics import Metrics, ReportError, load_all_metrics, objectives, short_number, thin, trend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, which stays distinct under every common colour blindness.
 OBJECTIVE_COLOURS = {"masked": "#0072B2", "causal": "#D55E00"}
+_OTHER_COLOURS = ["#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # of other objectives; after the last they start again
 INK, PALE, GRID = "#222222", "#767676", "#E4E4E4"
 # A run is known by its dashes everywhere, and by this colour too where a panel has no objectives. After the last they
 # start again.
@@ -54,131 +54,19 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "lines.solid_capstyle": "round",
 }
-LOSS_PREFIXES = {"training": "train/", "validation": "valid/", "EMA": "valid/ema_"}
-LARGEST = 1e100  # a value beyond is a gap, like one that is not finite: sums of such overflow
-MAX_POINTS = 4000  # a line of more points than pixels is averaged down to this many, so that long runs draw at once
-
-
-class PlotError(ValueError):
-    """Something the user asked for cannot be drawn; the message is one sentence for them."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """The metrics of one run.
-
-    name: what the legend calls it.
-    series: metric -> {step: value}, finite numbers only, steps increasing.
-    skipped_lines: how many lines other than an unfinished last one were no JSON object.
-    """
-
-    name: str
-    series: dict[str, dict[int, float]] = field(default_factory=dict)
-    skipped_lines: int = 0
-
-    @property
-    def gaps(self) -> list[str]:
-        """What its file does not tell, as sentences."""
-        found, steps = [], self.series.get("train/loss", {})
-        if self.skipped_lines:
-            found.append(f"{self.name}: {self.skipped_lines} lines were no JSON object with a step; left out.")
-        if missing := max(steps, default=0) - min(steps, default=1) + 1 - len(steps):
-            found.append(f"{self.name}: its metrics lack {missing} training steps between the first and the last.")
-        return found
-
-    def last(self, key: str) -> float | None:
-        """Return the newest value of a metric, or None where it was never recorded."""
-        values = self.series.get(key)
-        return values[max(values)] if values else None
-
-    def points(self, key: str, x_axis: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return x and y, both float64 [N], of a metric; `x_axis` is "step" or "tokens" (which the run must hold)."""
-        values = self.series.get(key, {})
-        steps, y = to_array(values), to_array(values.values())
-        if x_axis == "step":
-            return steps, y
-        tokens = self.series["stats/tokens"]
-        return np.interp(steps, to_array(tokens), to_array(tokens.values())), y
-
-
-def to_array(values: Iterable[float]) -> np.ndarray:
-    return np.fromiter(values, dtype=np.float64)
-
-
-def read_run(path: str | Path) -> Run:
-    """Read a run folder's metrics.jsonl, or such a file itself, whether the run is finished or still writing.
-
-    Where a step stands in the file twice (a run that was cut off and resumed from an earlier checkpoint), the later
-    line counts. Values that are missing, null or not finite are gaps.
-
-    Raises:
-        PlotError: there is no such file, or it holds no metrics yet.
-    """
-    path = Path(path)
-    file = path / "metrics.jsonl" if path.is_dir() else path
-    if not file.is_file():
-        raise PlotError(f"{path} is no run: name a folder with a metrics.jsonl file in it, or such a file.")
-    series: dict[str, dict[int, float]] = {}
-    skipped = 0
-    for line, record in json_lines(file):
-        if record is None or not _is_step(record.get("step")):
-            skipped += bool(line.strip()) and line.endswith(b"\n")  # a last line without its end is still being written
-            continue
-        step = record["step"]
-        for key, value in record.items():
-            if key != "step" and isinstance(value, (int, float)) and abs(value) <= LARGEST:  # NaN is not
-                series.setdefault(key, {})[step] = float(value)
-    if not series:
-        raise PlotError(f"{file} holds no metrics yet: nothing to draw before the first training step.")
-    ordered = {key: dict(sorted(values.items())) for key, values in series.items()}
-    return Run(name=file.resolve().parent.name, series=ordered, skipped_lines=skipped)
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
-
-
-def read_runs(paths: list[str]) -> list[Run]:
-    """Read several runs; those of the same folder name are called by their path instead."""
-    runs = [read_run(path) for path in paths]
-    names = [run.name for run in runs]
-    return [
-        replace(run, name=path) if names.count(run.name) > 1 else run for path, run in zip(paths, runs, strict=True)
-    ]
-
-
-def smooth(y: np.ndarray, width: int) -> np.ndarray:
-    """Return y [N] averaged over about `width` neighbours to both sides, the near ones counting more.
-
-    The weights fall linearly and are centred, so the curve does not lag behind a falling loss; at both ends they are
-    those of the neighbours that exist. A width of 0 gives y itself.
-    """
-    weights = np.concatenate([np.arange(1, width + 1), np.arange(width + 1, 0, -1)]).astype(np.float64)
-    padded = np.pad(y, width)
-    present = np.pad(np.ones(len(y)), width)
-    return np.convolve(padded, weights, mode="valid") / np.convolve(present, weights, mode="valid")
-
-
-def thin(x: np.ndarray, y: np.ndarray, limit: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """Average neighbouring points of x and y [N] until at most `limit` are left; shorter ones come back as they are."""
-    group = -(-len(x) // limit)
-    if group <= 1:
-        return x, y
-    starts = np.arange(0, len(x), group)
-    counts = np.diff(np.append(starts, len(x)))
-    return np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
+_LOSS_PREFIXES = {"training": "train/", "validation": "valid/", "EMA": "valid/ema_"}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code (0 drawn, 2 with one sentence on stderr where nothing could be drawn)."""
     options = parse_arguments(arguments)
     try:
-        runs = read_runs(options.runs)
+        runs = load_all_metrics(options.runs)
         for gap in (gap for run in runs for gap in run.gaps):
             print(gap, file=sys.stderr)
         output = Path(options.output) if options.output else default_output(options.runs)
         draw(runs, output, options.x)
-    except (PlotError, OSError) as error:
+    except (ReportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(output)
@@ -187,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(
-        prog="python -m report.plot",
+        prog="report/plot.py",
         description="Draw losses, accuracy, schedules, speed and gradient norm of one or several runs into one PNG.",
     )
     parser.add_argument(
@@ -212,18 +100,18 @@ def default_output(runs: list[str]) -> Path:
     return (Path(runs[0]) if Path(runs[0]).is_dir() else Path(runs[0]).parent) / "metrics.png"
 
 
-def draw(runs: list[Run], output: Path, x_axis: str = "tokens") -> None:
-    """Draw the runs, overlaid, into `output`, which appears complete or not at all.
+def draw(runs: list[Metrics], output: Path, x_axis: str = "tokens") -> None:
+    """Draw the runs, overlaid, into `output`, which is whole or absent.
 
     `x_axis` is "tokens" or "step"; where a run did not count tokens, it is "step" for all.
 
     Raises:
-        PlotError: matplotlib is not installed, or cannot write a file of that ending.
+        ReportError: matplotlib is not installed, or cannot write a file of that ending.
     """
     try:
         import matplotlib
     except ImportError:
-        raise PlotError("drawing needs matplotlib, which is not installed: pip install matplotlib") from None
+        raise ReportError("drawing needs matplotlib, which is not installed: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -237,14 +125,14 @@ def draw(runs: list[Run], output: Path, x_axis: str = "tokens") -> None:
             figure.savefig(temporary, dpi=120)
             os.replace(temporary, output)
         except ValueError as error:
-            raise PlotError(f"{output} cannot be written: {error}") from None
+            raise ReportError(f"{output} cannot be written: {error}") from None
         finally:
             temporary.unlink(missing_ok=True)
             pyplot.close(figure)
 
 
-def build_figure(runs: list[Run], x_axis: str) -> Figure:
-    """Lay out all panels: the losses large at the left, accuracy and speed beside them, the schedules below."""
+def build_figure(runs: list[Metrics], x_axis: str) -> Figure:
+    """All panels: the losses large at the left, accuracy and speed beside them, the schedules below."""
     from matplotlib import pyplot
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.ticker import MaxNLocator
@@ -264,7 +152,7 @@ def build_figure(runs: list[Run], x_axis: str) -> Figure:
     }
     draw_objectives(panels["loss"], runs, x_axis, "loss", "loss (nats per target)")
     add_perplexity_axis(panels["loss"])
-    add_key(panels["loss"])
+    add_key(panels["loss"], runs)
     draw_objectives(panels["accuracy"], runs, x_axis, "accuracy", "accuracy")
     panels["accuracy"].yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     draw_measure(panels["speed"], runs, x_axis, "stats/tokens_per_second", f"tokens per second{mfu_text(runs)}")
@@ -282,7 +170,7 @@ def build_figure(runs: list[Run], x_axis: str) -> Figure:
     return figure
 
 
-def draw_header(axes: Axes, runs: list[Run]) -> None:
+def draw_header(axes: Axes, runs: list[Metrics]) -> None:
     """The title, and a line of results of the one run or a key of the several."""
     from matplotlib.lines import Line2D
 
@@ -302,11 +190,11 @@ def as_text(name: str) -> str:
     return name.replace("$", r"\$")
 
 
-def add_key(axes: Axes) -> None:
-    """Say in the upper right of the loss panel, which a falling loss leaves free, what colours and marks mean."""
+def add_key(axes: Axes, runs: list[Metrics]) -> None:
+    """A legend of colours and marks in the upper right of the loss panel, which a falling loss leaves free."""
     from matplotlib.lines import Line2D
 
-    marks = [Line2D([], [], color=colour, lw=4, label=name) for name, colour in OBJECTIVE_COLOURS.items()]
+    marks = [Line2D([], [], color=colour, lw=4, label=name) for name, colour in objective_colours(runs).items()]
     marks += [
         Line2D([], [], color=PALE, lw=1.8, label="training (smoothed)"),
         Line2D([], [], color=PALE, lw=0.8, marker="o", ms=5, label="validation"),
@@ -315,14 +203,14 @@ def add_key(axes: Axes) -> None:
     axes.legend(handles=marks, loc="upper right", handlelength=2.4, frameon=True, framealpha=0.8, edgecolor="none")
 
 
-def result_text(run: Run) -> str:
+def result_text(run: Metrics) -> str:
     """One line on where the run stands: steps, tokens and the last loss per objective, on validation if it ran."""
     steps = max(max(values) for values in run.series.values())
     parts = [f"{steps:,} step{'' if steps == 1 else 's'}"]
     if tokens := run.series.get("stats/tokens"):
         parts.append(f"{short_number(max(tokens.values()))} tokens")
-    for objective in OBJECTIVE_COLOURS:
-        last = {kind: run.last(f"{prefix}{objective}_loss") for kind, prefix in LOSS_PREFIXES.items()}
+    for objective in objectives([run]):
+        last = {kind: run.last(f"{prefix}{objective}_loss") for kind, prefix in _LOSS_PREFIXES.items()}
         if last["validation"] is not None:
             ema = f" (EMA {last['EMA']:.3f})" if last["EMA"] is not None else ""
             parts.append(f"{objective} validation loss {last['validation']:.3f}{ema}")
@@ -331,21 +219,28 @@ def result_text(run: Run) -> str:
     return "   ·   ".join(parts)
 
 
-def with_styles(runs: list[Run]) -> list[tuple[Run, Any, str]]:
+def objective_colours(runs: list[Metrics]) -> dict[str, str]:
+    """The colour of each objective that any run has; those of masked and causal are always the same."""
+    others = itertools.cycle(_OTHER_COLOURS)
+    return {name: OBJECTIVE_COLOURS.get(name) or next(others) for name in objectives(runs)}
+
+
+def with_styles(runs: list[Metrics]) -> list[tuple[Metrics, Any, str]]:
     """Give each run its dashes and its colour for panels without objectives."""
     return [(run, RUN_DASHES[n % len(RUN_DASHES)], RUN_COLOURS[n % len(RUN_COLOURS)]) for n, run in enumerate(runs)]
 
 
-def draw_objectives(axes: Axes, runs: list[Run], x_axis: str, measure: str, title: str) -> None:
+def draw_objectives(axes: Axes, runs: list[Metrics], x_axis: str, measure: str, title: str) -> None:
     """Draw "train/", "valid/" and "valid/ema_" series of a measure, one colour per objective.
 
-    A file without series per objective shows their mix in black.
+    A run without a loss per objective shows the loss of its mix in black.
     """
     axes.set_title(title, loc="left")
     drawn: list[np.ndarray] = []
+    colours = objective_colours(runs)
     for run, dashes, _ in with_styles(runs):
         found = False
-        for objective, colour in OBJECTIVE_COLOURS.items():
+        for objective, colour in colours.items():
             found |= draw_training(axes, run, x_axis, f"train/{objective}_{measure}", colour, dashes, len(runs), drawn)
             for prefix, face, mark in (("valid/", colour, "o"), ("valid/ema_", "white", "D")):
                 x, y = run.points(f"{prefix}{objective}_{measure}", x_axis)
@@ -363,21 +258,21 @@ def draw_objectives(axes: Axes, runs: list[Run], x_axis: str, measure: str, titl
 
 
 def draw_training(
-    axes: Axes, run: Run, x_axis: str, key: str, colour: str, dashes: Any, num_runs: int, drawn: list[np.ndarray]
+    axes: Axes, run: Metrics, x_axis: str, key: str, colour: str, dashes: Any, num_runs: int, drawn: list[np.ndarray]
 ) -> bool:
-    """Draw one training series smoothed, and raw too for up to two runs; append what must be seen to `drawn`."""
-    x, y = thin(*run.points(key, x_axis))
+    """Draw one training series smoothed, and raw too for up to two runs; append what the panel must show to `drawn`."""
+    x, y = run.points(key, x_axis)
     if not len(x):
         return False
     if num_runs <= 2:
-        axes.plot(x, y, color=colour, lw=0.7, alpha=0.22)
-    smoothed = smooth(y, len(y) // 50)
+        axes.plot(*thin(x, y), color=colour, lw=0.7, alpha=0.22)
+    x, smoothed = trend(x, y)
     axes.plot(x, smoothed, color=colour, linestyle=dashes, lw=1.8, marker="o" if len(x) == 1 else "", ms=4)
     drawn.append(smoothed)
     return True
 
 
-def draw_measure(axes: Axes, runs: list[Run], x_axis: str, key: str, title: str) -> None:
+def draw_measure(axes: Axes, runs: list[Metrics], x_axis: str, key: str, title: str) -> None:
     """Draw a noisy measurement, raw and smoothed; on a logarithmic axis where it spans more than a factor of 30."""
     axes.set_title(title, loc="left")
     drawn: list[np.ndarray] = []
@@ -393,7 +288,7 @@ def draw_measure(axes: Axes, runs: list[Run], x_axis: str, key: str, title: str)
         axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
 
 
-def draw_schedule(axes: Axes, runs: list[Run], x_axis: str, key: str, title: str, stepped: bool = False) -> None:
+def draw_schedule(axes: Axes, runs: list[Metrics], x_axis: str, key: str, title: str, stepped: bool = False) -> None:
     """Draw a schedule exactly as it was applied, from zero up; `stepped` where it jumps from one value to the next."""
     axes.set_title(title, loc="left")
     values: set[float] = set()
@@ -435,18 +330,10 @@ def add_perplexity_axis(axes: Axes) -> None:
     second.spines["right"].set_visible(False)
 
 
-def mfu_text(runs: list[Run]) -> str:
-    """The median share of the hardware's peak, for the panel's title, where a single run recorded it."""
+def mfu_text(runs: list[Metrics]) -> str:
+    """The median fraction of the hardware's peak, for the panel's title, where a single run logged it."""
     values = runs[0].series.get("stats/mfu", {}) if len(runs) == 1 else {}
     return f" (MFU {100 * float(np.median(list(values.values()))):.0f} %)" if values else ""
-
-
-def short_number(value: float) -> str:
-    """Return 1500000 as "1.5M": three digits and k, M, B or T."""
-    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{suffix}"
-    return f"{value:.3g}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a report shows of a run: its metrics, and what config.json, status.json and the other records beside them say.
+"""Run folders as a report reads them: metrics, config.json, status.json, starts and failures, scores and samples.
 
 Every file but metrics.jsonl may be absent (an old run, a metrics file alone) or damaged: the report then says less.
 """
@@ -15,18 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from data.atomic_io import json_lines
-from report.plot import PlotError, Run, read_runs, smooth, thin, to_array
+from data.atomic_io import json_objects
+from report.metrics import Metrics, ReportError, load_all_metrics, to_array
+from training.status import SAMPLES
 
 MAX_POINTS = 1000  # of a line in the page
-_SMOOTHED_POINTS = 4000  # a line is thinned to this many before it is smoothed
-SAMPLES = "samples.jsonl"
 _LARGEST_JSON = 20_000_000  # bytes of a result file that is read
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run. outcome: how it ended, as far as the records tell; step: the step that it began at."""
+    """One start of a run. outcome: how it ended, as far as files say; step: the step that it began at."""
 
     time: str
     host: str
@@ -37,15 +36,15 @@ class Start:
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """A run as its folder tells of it.
+class Run:
+    """A run folder's content.
 
-    run: its metrics. config: config.json, {} without one. status: status.json, likewise. starts: in order of time.
-    pairs: newest minimal-pair score in [0, 1] by (mode, name). samples: sample completions as written by
-    report_samples, newest last. hours: step -> hours of training up to it, validation and saving left out.
+    config: config.json, {} without one. status: status.json, likewise. starts: in order of time.
+    pairs: newest minimal-pair accuracy in [0, 1] by (mode, name). samples: sample completions as written by
+    evaluation/samples.py, newest last. hours: step -> hours of training up to it, validation and saving left out.
     """
 
-    run: Run
+    metrics: Metrics
     config: dict[str, Any] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
@@ -56,12 +55,12 @@ class RunRecord:
     @property
     def name(self) -> str:
         """What the report calls the run."""
-        return self.run.name
+        return self.metrics.name
 
     @property
     def step(self) -> int:
         """The newest step in the metrics."""
-        return max(max(values) for values in self.run.series.values())
+        return max(max(values) for values in self.metrics.series.values())
 
     @property
     def max_steps(self) -> int | None:
@@ -80,7 +79,7 @@ class RunRecord:
     @property
     def tokens(self) -> float | None:
         """Tokens trained on so far."""
-        return self.run.last("stats/tokens")
+        return self.metrics.last("stats/tokens")
 
 
 def folder_of(path: str | Path) -> Path:
@@ -89,26 +88,26 @@ def folder_of(path: str | Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def read_records(paths: list[str]) -> list[RunRecord]:
-    """Read several runs. Raises PlotError, one sentence, where one of them is none or has no metrics yet."""
+def read_runs(paths: list[str]) -> list[Run]:
+    """Read several runs. Raises ReportError, one sentence, where one of them is none or has no metrics yet."""
     try:
-        runs = read_runs(paths)
+        found = load_all_metrics(paths)
     except OSError as error:
-        raise PlotError(f"{error.filename}: {error.strerror}") from error
-    return [read_record(run, folder_of(path)) for run, path in zip(runs, paths, strict=True)]
+        raise ReportError(f"{error.filename}: {error.strerror}") from error
+    return [_read_run(metrics, folder_of(path)) for metrics, path in zip(found, paths, strict=True)]
 
 
-def read_record(run: Run, folder: Path) -> RunRecord:
-    """What the other files of a run's folder add to its metrics."""
+def _read_run(metrics: Metrics, folder: Path) -> Run:
+    """A run's metrics with what the other files of its folder add to them."""
     config, status = tidied(read_object(folder / "config.json")), read_object(folder / "status.json")
-    return RunRecord(
-        run=run,
+    return Run(
+        metrics=metrics,
         config=config,
         status=status,
         starts=read_starts(folder, config, status),
-        pairs=newest_pairs(run) | pairs_in_files(folder),
-        samples=read_lines(folder / SAMPLES),
-        hours=training_hours(run),
+        pairs=newest_pairs(metrics) | pairs_in_files(folder),
+        samples=json_objects(folder / SAMPLES),
+        hours=training_hours(metrics),
     )
 
 
@@ -133,14 +132,6 @@ def tidied(config: Mapping[str, Any]) -> dict[str, Any]:
 _GROUPS = ("flags", "model", "data", "versions")
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file with one a line, without damaged lines; [] without the file."""
-    try:
-        return [content for _line, content in json_lines(path) if content is not None]
-    except OSError:
-        return []
-
-
 # Starts
 
 
@@ -151,7 +142,7 @@ def read_starts(folder: Path, config: Mapping[str, Any], status: Mapping[str, An
     """
     launches = config.get("launches", [])
     known = {_key(launch) for launch in launches}
-    early = [attempt for attempt in read_lines(folder / "attempts.jsonl") if _key(attempt) not in known]
+    early = [attempt for attempt in json_objects(folder / "attempts.jsonl") if _key(attempt) not in known]
     merged = sorted([*launches, *early], key=lambda start: str(start.get("time", "")))
     failures = _failures(folder)
     found = []
@@ -163,7 +154,7 @@ def read_starts(folder: Path, config: Mapping[str, Any], status: Mapping[str, An
         elif not outcome and number == len(merged) - 1:
             outcome = " ".join(filter(None, [str(status.get("state", "")), str(status.get("reason", ""))]))
         elif not outcome:
-            outcome = f"went on from step {_start_step(merged[number + 1]):,}"
+            outcome = f"resumed from step {_start_step(merged[number + 1]):,}"
         world = start.get("world_size")
         device = str(start.get("device", ""))
         device = f"CPU ({device})" if device in ("x86_64", "aarch64", "arm64") else device
@@ -209,29 +200,29 @@ def _failures(folder: Path) -> dict[tuple[str, str], str]:
 # Minimal pairs
 
 
-def pair_series(run: Run) -> dict[tuple[str, str], str]:
+def pair_keys(metrics: Metrics) -> dict[tuple[str, str], str]:
     """The keys `eval/MODE/NAME` of a run by (mode, name)."""
     found = {}
-    for key in run.series:
+    for key in metrics.series:
         match = re.fullmatch(r"eval/([^/]+)/(.+)", key)
         if match:
-            found[match.group(1), match.group(2)] = key
+            found[match[1], match[2]] = key
     return found
 
 
-def newest_pairs(run: Run) -> dict[tuple[str, str], float]:
-    """The newest score of every minimal-pair series."""
-    newest = {pair: run.last(key) for pair, key in pair_series(run).items()}
-    return {pair: as_share(value) for pair, value in newest.items() if value is not None}
+def newest_pairs(metrics: Metrics) -> dict[tuple[str, str], float]:
+    """The newest accuracy of every minimal-pair series."""
+    newest = {pair: metrics.last(key) for pair, key in pair_keys(metrics).items()}
+    return {pair: value * unit_of(value) for pair, value in newest.items() if value is not None}
 
 
-def as_share(value: float) -> float:
-    """A score as a share of 1: one above 1.5 was given in percent."""
-    return value / 100 if value > 1.5 else value
+def unit_of(largest: float) -> float:
+    """The unit of accuracies up to `largest`: a hundredth where they were given in percent, else 1."""
+    return 0.01 if largest > 1.5 else 1.0
 
 
 def pairs_in_files(folder: Path) -> dict[tuple[str, str], float]:
-    """Scores in the JSON files that evaluation/minimal_pairs.py left in a run folder; those of the newest file win.
+    """Accuracies in the JSON files that evaluation/minimal_pairs.py left in a run folder; those of the newest file win.
 
     Names are as in the metrics: SET for the mean of its files, SET/PHENOMENON for a part of it.
     """
@@ -239,7 +230,7 @@ def pairs_in_files(folder: Path) -> dict[tuple[str, str], float]:
     paths = [path for pattern in ("*.json", "evaluation/*.json") for path in folder.glob(pattern)]
     for path in sorted((p for p in paths if p.name not in _OWN_FILES and p.is_file()), key=_modified):
         try:
-            found |= _scores(read_object(path).get("sets", {}))
+            found |= _accuracies(read_object(path).get("sets", {}))
         except (AttributeError, KeyError, TypeError, ValueError):
             continue  # another program's file, which happens to have "sets"
     return found
@@ -256,14 +247,14 @@ _OWN_FILES = ("config.json", "status.json", "tokenizer.json")
 _PHENOMENON = "linguistics_term"  # BLiMP's name for it
 
 
-def _scores(sets: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+def _accuracies(sets: Mapping[str, Any]) -> dict[tuple[str, str], float]:
     """Accuracies of a result file by (mode, name). Raises what a file of another form makes it raise."""
     found = {}
     for name, of_set in sets.items():
         for mode, entry in of_set["modes"].items():
             found[mode, name] = float(entry["mean"]["accuracy"])
             parts = entry["groups"].get(_PHENOMENON) or entry["paradigms"]
-            found |= {(mode, f"{name}/{part}"): float(share["accuracy"]) for part, share in parts.items()}
+            found |= {(mode, f"{name}/{part}"): float(of_part["accuracy"]) for part, of_part in parts.items()}
     if not all(0 <= value <= 1 for value in found.values()):
         raise ValueError("an accuracy is no fraction")
     return found
@@ -272,9 +263,9 @@ def _scores(sets: Mapping[str, Any]) -> dict[tuple[str, str], float]:
 # Numbers
 
 
-def training_hours(run: Run) -> dict[int, float]:
+def training_hours(metrics: Metrics) -> dict[int, float]:
     """Hours of training up to each step, from tokens and tokens per second; validation and saving do not count."""
-    tokens, rates = run.series.get("stats/tokens", {}), run.series.get("stats/tokens_per_second", {})
+    tokens, rates = metrics.series.get("stats/tokens", {}), metrics.series.get("stats/tokens_per_second", {})
     steps = sorted(rates.keys() & tokens.keys())
     if not steps:
         return {}
@@ -300,12 +291,6 @@ def downsample(x: np.ndarray, y: np.ndarray, limit: int = MAX_POINTS) -> tuple[n
         kept.update((begin, end - 1, begin + int(part.argmin()), begin + int(part.argmax())))
     order = np.array(sorted(kept))
     return x[order], y[order]
-
-
-def smoothed(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The trend of a noisy line, as report/plot.py draws it."""
-    x, y = thin(x, y, _SMOOTHED_POINTS)
-    return (x, smooth(y, len(y) // 50)) if len(y) else (x, y)
 
 
 def rounded(values: np.ndarray, digits: int = 5) -> list[float]:

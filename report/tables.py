@@ -1,4 +1,4 @@
-"""The parts of a report that are tables and texts: restarts, configuration, sample completions, environment."""
+"""Tables and texts of a report: restarts, configuration, sample completions, environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from report.runs import RunRecord
+from report.runs import Run
 from training.config import FIELDS
 
 _OF_THE_FOLDER = ("flags.name", "flags.output_dir")  # say where a run lies, not what it is
@@ -31,29 +31,29 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "texts
     )
 
 
-def heading(record: RunRecord, records: Sequence[RunRecord]) -> str:
+def heading(run: Run, runs: Sequence[Run]) -> str:
     """The run's name above its part of a section, where there are several runs."""
-    return f"<h3>{escape(record.name)}</h3>" if len(records) > 1 else ""
+    return f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
 
 
 # Restarts
 
 
-def restarts(records: Sequence[RunRecord]) -> str:
+def restarts(runs: Sequence[Run]) -> str:
     """A table of the starts of each run that started more than once; "" where none did."""
     parts = []
-    for record in records:
-        if len(record.starts) < 2:
+    for run in runs:
+        if len(run.starts) < 2:
             continue
-        jobs = any(start.job for start in record.starts)
+        jobs = any(start.job for start in run.starts)
         rows = []
-        for number, start in enumerate(record.starts, start=1):
+        for number, start in enumerate(run.starts, start=1):
             outcome = escape(start.outcome[:300]) or MISSING
             cells = [str(number), escape(start.time.replace("T", " ").replace("+00:00", " UTC")), f"{start.step:,}"]
             cells += [escape(start.device) or MISSING, escape(start.host), *([escape(start.job)] if jobs else [])]
             rows.append([*cells, outcome])
         head = ["Start", "Time", "From step", "Devices", "Host", *(["SLURM job"] if jobs else []), "Then"]
-        parts.append(heading(record, records) + table(head, rows))
+        parts.append(heading(run, runs) + table(head, rows))
     return "".join(parts)
 
 
@@ -70,13 +70,13 @@ def flattened(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def configuration(records: Sequence[RunRecord]) -> str:
+def configuration(runs: Sequence[Run]) -> str:
     """What differs between runs, or for one run from the defaults; then everything, folded."""
-    values = [flattened(record.config) for record in records]
+    values = [flattened(run.config) for run in runs]
     if not any(values):
         return ""
     names = [n for n in dict.fromkeys(n for found in values for n in found) if n not in _OF_THE_FOLDER]
-    if len(records) == 1:
+    if len(runs) == 1:
         changed = [name for name in names if _differs_from_default(name, values[0][name])]
         rows = [[_name(n), _code(values[0][n]), escape(_default(n))] for n in changed]
         first = table(["Set for this run", "Value", "Default"], rows) if rows else ""
@@ -88,12 +88,12 @@ def configuration(records: Sequence[RunRecord]) -> str:
         for n in names
         if n not in _OF_THE_FOLDER and len({json.dumps(v.get(n, None), sort_keys=True) for v in values}) > 1
     ]
-    head = ["Setting", *(escape(record.name) for record in records)]
+    head = ["Setting", *(escape(run.name) for run in runs)]
     rows = [[_name(n), *(_code(v[n]) if n in v else MISSING for v in values)] for n in different]
     same = [n for n in names if n not in different and values[0].get(n, absent) is not absent]
-    shared = table(["Setting", "Value"], [[_name(n), _code(values[0][n])] for n in same])
+    common = table(["Setting", "Value"], [[_name(n), _code(values[0][n])] for n in same])
     first = table(head, rows) if rows else "<p>These runs have the same configuration.</p>"
-    return f"{first}<details><summary>{len(same)} settings that all of them share</summary>{shared}</details>"
+    return f"{first}<details><summary>{len(same)} settings that all of them share</summary>{common}</details>"
 
 
 def _name(name: str) -> str:
@@ -125,19 +125,19 @@ def _differs_from_default(name: str, value: Any) -> bool:
 # Sample completions
 
 
-def samples(records: Sequence[RunRecord]) -> str:
+def samples(runs: Sequence[Run]) -> str:
     """The newest sample completions of each run, earlier ones folded; "" without any."""
     parts = []
-    for record in records:
+    for run in runs:
         by_step: dict[int, list[dict[str, Any]]] = {}
-        for sample in record.samples:
+        for sample in run.samples:
             if isinstance(sample.get("step"), int):
                 by_step.setdefault(sample["step"], []).append(sample)
         if not by_step:
             continue
         *earlier, newest = sorted(by_step)
-        told = f"After step {newest:,}{_weights(by_step[newest])}."
-        parts.append(f"{heading(record, records)}<p class='muted'>{told}</p>{_sample_list(by_step[newest])}")
+        when = f"After step {newest:,}{_weights(by_step[newest])}."
+        parts.append(f"{heading(run, runs)}<p class='muted'>{when}</p>{_sample_list(by_step[newest])}")
         parts += [
             f"<details><summary>Step {step:,}</summary>{_sample_list(by_step[step])}</details>"
             for step in reversed(earlier)
@@ -162,10 +162,10 @@ def _sample_list(found: list[dict[str, Any]]) -> str:
 
 def _continuation(sample: dict[str, Any]) -> str:
     truth = sample.get("truth")
-    told = f"<p class='truth'>in the text: {escape(str(truth).strip())} ...</p>" if truth else ""
+    in_text = f"<p class='truth'>in the text: {escape(str(truth).strip())} ...</p>" if truth else ""
     return (
         f"<blockquote><span class='muted'>{escape(str(sample.get('prompt', '')))}</span>"
-        f"<mark>{escape(str(sample.get('text', '')))}</mark>{told}</blockquote>"
+        f"<mark>{escape(str(sample.get('text', '')))}</mark>{in_text}</blockquote>"
     )
 
 
@@ -178,51 +178,51 @@ def _filling(sample: dict[str, Any]) -> str:
         text += f"<mark class='gap'>{number if len(gaps) > 1 else '?'}</mark>{escape(piece)}"
         truth = gap.get("truth")
         words = "".join(
-            f"<li{' class=right' if truth is not None and word == truth else ''} style='--share:{share:.4f}'>"
-            f"<span>{escape(str(word).strip() or repr(word))}</span><span>{100 * share:.1f} %</span></li>"
-            for word, share in gap.get("candidates", [])
+            f"<li{' class=right' if truth is not None and word == truth else ''} style='--fraction:{probability:.4f}'>"
+            f"<span>{escape(str(word).strip() or repr(word))}</span><span>{100 * probability:.1f} %</span></li>"
+            for word, probability in gap.get("candidates", [])
         )
-        told = f"<span class='muted'>in the text: {escape(str(truth).strip())}</span>" if truth is not None else ""
-        lists.append(f"<div>{told}<ol>{words}</ol></div>")
+        in_text = f"<span class='muted'>in the text: {escape(str(truth).strip())}</span>" if truth is not None else ""
+        lists.append(f"<div>{in_text}<ol>{words}</ol></div>")
     return f"<blockquote>{text}<div class='gaps'>{''.join(lists)}</div></blockquote>"
 
 
 # Environment
 
 
-def environment(records: Sequence[RunRecord]) -> str:
-    """Versions, commit, data and command line of each run; "" where nothing was recorded."""
-    facts = [_facts(record) for record in records]
-    names = list(dict.fromkeys(name for found in facts for name in found))
+def environment(runs: Sequence[Run]) -> str:
+    """Versions, commit, data and command line of each run; "" where nothing is known."""
+    found = [_environment(run) for run in runs]
+    names = list(dict.fromkeys(name for values in found for name in values))
     if not names:
         return ""
-    head = ["", *(escape(record.name) for record in records)] if len(records) > 1 else ["What", "Value"]
-    rows = [[escape(name), *(found.get(name, MISSING) for found in facts)] for name in names]
+    head = ["", *(escape(run.name) for run in runs)] if len(runs) > 1 else ["Property", "Value"]
+    rows = [[escape(name), *(values.get(name, MISSING) for values in found)] for name in names]
     commands = []
-    for record in records:
-        launches = record.config.get("launches") or [{}]
+    for run in runs:
+        launches = run.config.get("launches") or [{}]
         command = launches[-1].get("command")
         if isinstance(command, list):
             line = shlex.join(str(part) for part in command)
-            commands.append(f"{heading(record, records)}<pre>{escape(line).replace(' --', ' <wbr>--')}</pre>")
-    told = f"<details><summary>Command line</summary>{''.join(commands)}</details>" if commands else ""
-    return table(head, rows) + told
+            commands.append(f"{heading(run, runs)}<pre>{escape(line).replace(' --', ' <wbr>--')}</pre>")
+    folded = f"<details><summary>Command line</summary>{''.join(commands)}</details>" if commands else ""
+    return table(head, rows) + folded
 
 
-def _facts(record: RunRecord) -> dict[str, str]:
-    config, facts = record.config, {}
+def _environment(run: Run) -> dict[str, str]:
+    config, found = run.config, {}
     for name, version in (config.get("versions") or {}).items():
-        facts[name] = escape(version)
+        found[name] = escape(version)
     if commit := config.get("git_commit"):
         dirty = " with uncommitted changes" if commit.endswith("+") else ""
-        facts["git commit"] = f"<code>{escape(commit.rstrip('+')[:12])}</code>{dirty}"
-    if record.starts:
-        last = record.starts[-1]
-        facts["started"] = escape(record.starts[0].time.replace("T", " ").replace("+00:00", " UTC"))
-        facts |= {"device": escape(last.device) or MISSING, "host": escape(last.host)}
+        found["git commit"] = f"<code>{escape(commit.rstrip('+')[:12])}</code>{dirty}"
+    if run.starts:
+        last = run.starts[-1]
+        found["started"] = escape(run.starts[0].time.replace("T", " ").replace("+00:00", " UTC"))
+        found |= {"device": escape(last.device) or MISSING, "host": escape(last.host)}
     data = config.get("data") or {}
     if "tokens" in data:
-        facts["corpus"] = f"{data['tokens']:,} tokens in {data.get('documents', 0):,} documents"
+        found["corpus"] = f"{data['tokens']:,} tokens in {data.get('documents', 0):,} documents"
     if "identity" in data:
-        facts["data fingerprint"] = f"<code>{escape(str(data['identity'])[:16])}</code>"
-    return facts
+        found["data fingerprint"] = f"<code>{escape(str(data['identity'])[:16])}</code>"
+    return found

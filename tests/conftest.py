@@ -40,7 +40,7 @@ SLOW_FIXTURES = {
     ("test_world_size.py", "folder"),
     ("test_gradients.py", "folder"),
     ("test_metric_logger.py", "wandb_run"),
-    ("test_report.py", "real_run"),
+    ("test_samples.py", "real_run"),
     ("test_resume.py", "whole"),
     ("test_rank_checks.py", "outcomes"),
     ("test_export_import.py", "trained"),

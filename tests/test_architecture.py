@@ -39,8 +39,6 @@ BELOW = {
     for name in floor
 }
 BELOW |= {"preprocessing": {"data"}, "demo": set()}
-# While the loop moves out of training/: the last of these go with it.
-_MOVING = {Path("report/html_report.py")}
 # The importer of published checkpoints needs the models, and only when it is run.
 BELOW_INSIDE_FUNCTIONS = {"preprocessing": {"model", "model_extra"}}
 AT_IMPORT_TIME = {"torch", "numpy", "tokenizers", "tqdm"}
@@ -141,8 +139,6 @@ def test_imports_run_one_way(path):
     ours = set(BELOW) | {"tests"}
     for name, at_import in imports(path):
         if name in ours and name != own:
-            if path in _MOVING and name in ("evaluation", "report"):
-                continue
             allowed = BELOW[own] | (set() if at_import else BELOW_INSIDE_FUNCTIONS.get(own, set()))
             assert name in allowed, f"{path} imports {name}, and {own} may import {sorted(allowed)}"
 
@@ -171,6 +167,15 @@ def test_training_loads_no_optional_package(script):
     before, after = (set(names) for names in json.loads(done.stdout))
     assert f"{script}" in after
     assert not {name for name in after - before if name.split(".")[0] in LAZY}
+
+
+def test_report_loads_no_torch():
+    """Run folders are looked at on machines without it, and the page must be there at once."""
+    code = "import sys, report.html_report, report.plot; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert {"report.html_report", "report.plot", "report.page", "numpy"} <= loaded
+    assert "torch" not in loaded
 
 
 @pytest.mark.slow

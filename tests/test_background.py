@@ -80,12 +80,11 @@ def test_all_calls_are_made_in_order_before_the_end():
 def test_samples_that_fail_leave_the_run_as_it_is(inputs, tmp_path, capsys, monkeypatch):
     options = {"max_steps": 6, "validate_every": 2, "save_every": 0, "validation_samples": 1}
 
-    def broken(self, *_: object) -> None:
-        self._model.eval()
+    def broken(model: object, prompts: object) -> None:
         raise RuntimeError("no words")
 
     assert train_single_gpu.main(flags(inputs, tmp_path, "whole", **options), single_world) == 0
-    monkeypatch.setattr("evaluation.samples.Sampler.take", broken)
+    monkeypatch.setattr("evaluation.samples.continue_prompts", broken)
     assert train_single_gpu.main(flags(inputs, tmp_path, "broken", **options), single_world) == 0
     note = "note: no samples from here on (RuntimeError: no words); the run goes on without them"
     assert capsys.readouterr().out.count(note) == 1

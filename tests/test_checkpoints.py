@@ -20,7 +20,7 @@ from helpers.tiny_runs import flags, make_inputs, training_lines
 import train_single_gpu
 import training.checkpoint
 import training.saving
-from report.plot import read_run
+from report.metrics import load_metrics
 from training import errors
 from training.checkpoint import SaveError, find_newest, locate, prune, set_aside, write_checkpoint
 from training.distributed import single_world
@@ -330,7 +330,7 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_is_and_gaps_are_told(
     capsys.readouterr()
     assert train(inputs, tmp_path) == 0
     assert f"note: {metrics} lacks 2 steps, the first of them 2" in capsys.readouterr().out
-    assert read_run(metrics).gaps == ["run: its metrics lack 2 training steps between the first and the last."]
+    assert load_metrics(metrics).gaps == ["run: its metrics lack 2 training steps between the first and the last."]
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from data.shards import tokenizer_hash
 from evaluation import fill_mask, generate
 from export import from_huggingface, to_huggingface
-from training.checkpoint import CheckpointError, load_model, locate
+from export.load_model import load_model
+from training.checkpoint import CheckpointError, locate
 from training.config import FIELDS
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -75,7 +75,7 @@ def make_trainer(folder: Path, out: Path, auto: str, **options: Any) -> Any:
 @pytest.mark.parametrize("auto", AUTOS)
 def test_trainer_trains_evaluates_and_predicts(exported, tmp_path, auto):
     trainer = make_trainer(exported[1], tmp_path, auto, max_steps=2, per_device_train_batch_size=3)
-    assert trainer.train().hybrid_loss > 0
+    assert trainer.train().training_loss > 0
     assert trainer.evaluate()["eval_loss"] > 0
     found = trainer.predict(Texts(auto))
     shapes = {"AutoModelForSequenceClassification": (6, 2), "AutoModelForTokenClassification": (6, 7, 2)}
@@ -91,7 +91,7 @@ def test_trainer_accumulates_the_gradient_of_the_whole_batch(exported, tmp_path,
     halves = make_trainer(
         exported[1], tmp_path, auto, per_device_train_batch_size=3, gradient_accumulation_steps=2, **options
     )
-    assert halves.train().hybrid_loss == pytest.approx(whole.train().hybrid_loss, rel=1e-5)
+    assert halves.train().training_loss == pytest.approx(whole.train().training_loss, rel=1e-5)
     expected = dict(whole.model.named_parameters())
     for name, parameter in halves.model.named_parameters():
         torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-6, msg=name)

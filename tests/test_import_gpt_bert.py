@@ -14,12 +14,12 @@ from helpers.tiny_runs import refusal
 from safetensors.torch import load_file
 
 from data.shards import open_shard, read_manifest, resolve_shards, sha256_file
+from export.load_model import load_model
 from model import ModelConfig
 from model_extra import build_model
 from preprocessing import import_gpt_bert
 from preprocessing.tokenizer import load_tokenizer
 from preprocessing.train_tokenizer import train_tokenizer
-from training.checkpoint import load_model
 
 CONFIG = {
     "hidden_size": 24,

@@ -1,4 +1,4 @@
-"""Reading token by token gives what the whole model gives over the whole row, and does not compute the prefix again."""
+"""KV cache: decoding token by token equals the whole model over the whole row, and computes no prefix again."""
 
 import pytest
 import torch
@@ -40,33 +40,35 @@ KINDS = [(m, p) for m in ("gpt-bert", "ltg-bert") for p in ("relative", "rope")]
 
 @pytest.mark.parametrize(("model_type", "position_embedding"), KINDS)
 @torch.inference_mode()
-def test_every_state_is_that_of_the_whole_row(model_type, position_embedding):
+def test_cached_states_equal_those_of_the_whole_row(model_type, position_embedding):
     """A prompt at once, then single tokens, to twice max_position_embeddings; two rows."""
     model = random_model(model_type, position_embedding)
     ids = tokens(2, 60)
     whole = model.encode(ids, torch.zeros_like(ids), True)
-    reader = CachedDecoder(model, no_padding(2))
-    torch.testing.assert_close(reader.read(ids[:, :7]), whole[:, 6], rtol=1e-4, atol=1e-5)
-    for place in range(7, 60):
-        torch.testing.assert_close(reader.read(ids[:, place : place + 1]), whole[:, place], rtol=1e-4, atol=1e-5)
+    decoder = CachedDecoder(model, no_padding(2))
+    torch.testing.assert_close(decoder.append(ids[:, :7]), whole[:, 6], rtol=1e-4, atol=1e-5)
+    for position in range(7, 60):
+        torch.testing.assert_close(
+            decoder.append(ids[:, position : position + 1]), whole[:, position], rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(("model_type", "position_embedding"), KINDS)
 @torch.inference_mode()
-def test_float64_agrees_to_the_last_digits(model_type, position_embedding):
+def test_cached_states_agree_in_float64_to_the_last_digits(model_type, position_embedding):
     """Where rounding is far smaller, so are the differences: they are rounding and nothing else."""
     model = random_model(model_type, position_embedding).double()
     ids = tokens(1, 40)
     whole = model.encode(ids, torch.zeros_like(ids), True)
-    reader = CachedDecoder(model, no_padding(1))
-    found = torch.stack([reader.read(ids[:, place : place + 1]) for place in range(40)], dim=1)
-    # The whole model adds up attention scores in float32 whatever the weights are, and so does the reader.
+    decoder = CachedDecoder(model, no_padding(1))
+    found = torch.stack([decoder.append(ids[:, position : position + 1]) for position in range(40)], dim=1)
+    # The whole model adds up attention scores in float32 whatever the weights are, and so does the decoder.
     assert (found - whole).abs().max() < 2e-6 * whole.abs().max()
 
 
 @pytest.mark.parametrize(("model_type", "position_embedding"), KINDS)
 @torch.inference_mode()
-def test_rows_of_different_length_begin_with_padding(model_type, position_embedding, monkeypatch):
+def test_decoder_takes_rows_of_different_length_with_padding_first(model_type, position_embedding, monkeypatch):
     """Each row has the states that its text has alone; long prompts are read in chunks, some of which hold no text."""
     monkeypatch.setattr(kv_cache, "_CHUNK", 5)
     model = random_model(model_type, position_embedding)
@@ -75,37 +77,37 @@ def test_rows_of_different_length_begin_with_padding(model_type, position_embedd
     for row, start in enumerate(padding.tolist()):
         text = ids[row : row + 1, start:]
         alone.append(model.encode(text, torch.zeros_like(text), True)[0])
-    for reader in (CachedDecoder(model, padding), UncachedDecoder(model, padding)):
+    for decoder in (CachedDecoder(model, padding), UncachedDecoder(model, padding)):
         for first, last in ((0, 22), (22, 23), (23, 30)):
-            hidden = reader.read(ids[:, first:last])
+            hidden = decoder.append(ids[:, first:last])
             expected = torch.stack([states[last - start - 1] for states, start in zip(alone, padding, strict=True)])
             torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.inference_mode()
-def test_rows_can_be_dropped_and_repeated():
+def test_select_rows_drops_and_repeats_rows():
     model = random_model("gpt-bert", "relative")
     ids, padding, rows = tokens(3, 12), torch.tensor([0, 4, 2]), torch.tensor([2, 1, 1])
     more = tokens(3, 5, seed=1)
     for kind in (CachedDecoder, UncachedDecoder):
-        reader, expected = kind(model, padding), UncachedDecoder(model, padding[rows])
-        reader.read(ids)
-        reader.keep(rows)
-        expected.read(ids[rows])
-        torch.testing.assert_close(reader.read(more), expected.read(more), rtol=1e-4, atol=1e-5)
+        decoder, expected = kind(model, padding), UncachedDecoder(model, padding[rows])
+        decoder.append(ids)
+        decoder.select_rows(rows)
+        expected.append(ids[rows])
+        torch.testing.assert_close(decoder.append(more), expected.append(more), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()  # the counter cannot work in inference mode
-def test_one_token_costs_one_token():
+def test_cached_decoding_costs_one_token_a_token():
     """Products for the next token: as good as constant, where recomputing costs as much as the whole row."""
     model = random_model("gpt-bert", "relative", hidden_size=96, intermediate_size=256)
     ids = tokens(1, 400)
 
     def cost(kind, length):
-        reader = kind(model, no_padding(1))
-        reader.read(ids[:, :length])
+        decoder = kind(model, no_padding(1))
+        decoder.append(ids[:, :length])
         with FlopCounterMode(display=False) as counter:
-            reader.read(ids[:, length : length + 1])
+            decoder.append(ids[:, length : length + 1])
         return counter.get_total_flops()
 
     short, long = cost(CachedDecoder, 20), cost(CachedDecoder, 399)
@@ -116,10 +118,10 @@ def test_one_token_costs_one_token():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("model_type", "position_embedding"), KINDS)
 @torch.inference_mode()
-def test_states_on_cuda_are_those_of_the_whole_row(model_type, position_embedding):
+def test_cached_states_equal_those_of_the_whole_row_on_cuda(model_type, position_embedding):
     model = random_model(model_type, position_embedding).cuda()
     ids = tokens(2, 60).cuda()
     whole = model.encode(ids, torch.zeros_like(ids), True)
-    reader = CachedDecoder(model, no_padding(2).cuda())
-    for first, last in ((0, 7), *((place, place + 1) for place in range(7, 60))):
-        torch.testing.assert_close(reader.read(ids[:, first:last]), whole[:, last - 1], rtol=1e-4, atol=1e-4)
+    decoder = CachedDecoder(model, no_padding(2).cuda())
+    for first, last in ((0, 7), *((position, position + 1) for position in range(7, 60))):
+        torch.testing.assert_close(decoder.append(ids[:, first:last]), whole[:, last - 1], rtol=1e-4, atol=1e-4)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from helpers.tiny_runs import ROOT, flags, make_inputs, run, training_lines
 
-from report.plot import read_run
-from report.runs import read_lines
+from data.atomic_io import json_objects
+from report.metrics import load_metrics
 from training.checkpoint import locate
 from training.config import ConfigError, TrainingConfig
 from training.environment import Environment
@@ -269,13 +269,13 @@ def test_torn_bytes_and_odd_lines_neither_stop_a_start_nor_take_good_lines_with_
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(GOOD[:1] + TORN + GOOD[1:]) + GOOD[2][:-6])
     assert [record["x"] for record in read_metrics(path)] == [1, 2, 3]
-    assert len(read_lines(path)) == 4
-    run = read_run(path)
+    assert len(json_objects(path)) == 4
+    run = load_metrics(path)
     assert (run.series["x"], run.skipped_lines) == ({1: 1, 2: 2, 3: 3}, 6)
     assert keep_until(path, 2) == 7
     assert path.read_bytes() == b"".join(GOOD[:2])
     assert keep_until(path, 2) == 0
-    assert read_lines(tmp_path / "none") == read_metrics(tmp_path / "none") == []
+    assert json_objects(tmp_path / "none") == read_metrics(tmp_path / "none") == []
 
 
 def test_a_damaged_register_of_starts_counts_what_is_whole(tmp_path):

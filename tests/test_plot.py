@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from report import plot
-from report.plot import build_figure, read_run, read_runs, smooth, thin
+from report.metrics import load_all_metrics, load_metrics, smooth, thin
+from report.plot import build_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,7 +60,7 @@ def lines_of(axes, colour, marker):
 
 
 def test_series_hold_finite_numbers_by_step(tmp_path):
-    run = read_run(write_run(tmp_path / "one"))
+    run = load_metrics(write_run(tmp_path / "one"))
     assert run.name == "one"
     assert run.series["train/masked_loss"][10] == 7.5
     assert run.series["valid/ema_masked_loss"] == {10: 5.5, 20: 5.5, 30: 5.5, 40: 5.5}
@@ -71,7 +72,7 @@ def test_series_hold_finite_numbers_by_step(tmp_path):
     assert run.points("train/absent", "tokens")[0].tolist() == []
 
 
-def test_unfinished_last_line_and_gaps_are_left_out_and_bad_lines_counted(tmp_path):
+def test_metrics_leave_out_an_unfinished_last_line_and_count_bad_lines(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(
         '{"step": 1, "train/loss": 9.0}\n'
@@ -82,23 +83,23 @@ def test_unfinished_last_line_and_gaps_are_left_out_and_bad_lines_counted(tmp_pa
         '{"step": 4, "train/loss": 8.0}\n'
         '{"step": 5, "train/lo'
     )
-    run = read_run(file)
+    run = load_metrics(file)
     assert run.series == {"train/loss": {1: 9.0, 4: 8.0}}
     assert run.skipped_lines == 3
 
 
-def test_of_a_step_recorded_twice_the_later_line_counts(tmp_path):
+def test_metrics_take_the_later_line_of_a_step(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(f'{{"step": {s}, "train/loss": {v}}}\n' for s, v in [(1, 9), (3, 7), (2, 5), (3, 4)]))
-    run = read_run(file)
+    run = load_metrics(file)
     assert list(run.series["train/loss"].items()) == [(1, 9.0), (2, 5.0), (3, 4.0)]
     assert run.last("train/loss") == 4.0
     assert run.last("valid/masked_loss") is None
 
 
-def test_runs_of_the_same_name_are_told_apart(tmp_path):
+def test_metrics_of_runs_of_the_same_name_are_named_by_path(tmp_path):
     paths = [str(write_run(tmp_path / a / b, steps=2)) for a, b in (("x", "demo"), ("y", "demo"), ("x", "other"))]
-    assert [run.name for run in read_runs(paths)] == [paths[0], paths[1], "other"]
+    assert [run.name for run in load_all_metrics(paths)] == [paths[0], paths[1], "other"]
 
 
 def test_smoothing_keeps_constants_and_straight_lines_and_does_not_lag():
@@ -120,7 +121,7 @@ def test_thinning_averages_neighbours():
 
 
 def test_objectives_have_their_colours_and_validation_its_marks(tmp_path):
-    run = read_run(write_run(tmp_path / "one"))
+    run = load_metrics(write_run(tmp_path / "one"))
     axes = panels([run])["loss (nats per target)"]
     masked, causal = plot.OBJECTIVE_COLOURS["masked"], plot.OBJECTIVE_COLOURS["causal"]
     assert len(lines_of(axes, masked, None)) == len(lines_of(axes, causal, None)) == 2  # raw and smoothed
@@ -134,9 +135,24 @@ def test_objectives_have_their_colours_and_validation_its_marks(tmp_path):
     assert high > 8.3
 
 
+def test_other_objectives_are_drawn_in_their_own_colour(tmp_path):
+    run = load_metrics(write_run(tmp_path / "one"))
+    for step in (10, 20):
+        run.series.setdefault("valid/span_loss", {})[step] = 5.0
+        run.series.setdefault("train/z_loss", {})[step] = 5.0
+    colours = plot.objective_colours([run])
+    assert list(colours) == ["masked", "causal", "span"]
+    assert len(set(colours.values())) == 3
+    axes = panels([run])["loss (nats per target)"]
+    (line,) = lines_of(axes, colours["span"], "o")
+    assert line.get_ydata().tolist() == [5.0, 5.0]
+    assert "span" in [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "span validation loss 5.000" in plot.result_text(run)
+
+
 def test_runs_have_their_own_dashes_everywhere(tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "RUN_DASHES", ["solid", "dashed", "dotted"])  # matplotlib tells only these apart by name
-    runs = read_runs(
+    runs = load_all_metrics(
         [str(write_run(tmp_path / "a")), str(write_run(tmp_path / "b", steps=7)), str(write_run(tmp_path / "c", 1))]
     )
     for title, axes in panels(runs).items():
@@ -144,7 +160,7 @@ def test_runs_have_their_own_dashes_everywhere(tmp_path, monkeypatch):
 
 
 def test_schedules_are_drawn_as_applied(tmp_path):
-    run = read_run(write_run(tmp_path / "one"))
+    run = load_metrics(write_run(tmp_path / "one"))
     drawn = panels([run])
     (length,) = drawn["row length (tokens)"].lines
     assert length.get_drawstyle() == "steps-pre"
@@ -154,10 +170,10 @@ def test_schedules_are_drawn_as_applied(tmp_path):
     np.testing.assert_allclose(rate.get_ydata(), [1e-2 * step for step in range(1, 41)])
 
 
-def test_without_objectives_or_tokens_the_mix_is_drawn_against_steps(tmp_path):
+def test_mix_is_drawn_against_steps_without_objectives_or_tokens(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "train/loss": 9.0}\n{"step": 2, "train/loss": 8.0}\n')
-    drawn = panels([read_run(file)], "step")
+    drawn = panels([load_metrics(file)], "step")
     assert {line.get_color() for line in drawn["loss (nats per target)"].lines} == {plot.INK}
     for title in ("accuracy", "learning rate", "tokens per second", "mask probability"):
         assert not drawn[title].lines
@@ -176,13 +192,13 @@ def test_command_writes_a_picture_without_warnings(tmp_path, capsys, steps):
     assert sorted(path.name for path in run.iterdir()) == ["metrics.jsonl", "metrics.png"]
 
 
-def test_a_name_is_no_mathematics(tmp_path):
+def test_names_are_no_mathematics(tmp_path):
     runs = [write_run(tmp_path / name) for name in ("costs_$5_and_$6^", "a$b")]
     for shown in (runs[:1], runs):
         assert plot.main([*map(str, shown), "-o", str(tmp_path / "out.png")]) == 0
 
 
-def test_a_diverged_run_is_drawn(tmp_path):
+def test_diverged_run_is_drawn(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(
         "".join(f'{{"step": {s}, "train/loss": {10.0**s}, "stats/grad_norm": {10.0**s}}}\n' for s in range(1, 9))
@@ -190,7 +206,7 @@ def test_a_diverged_run_is_drawn(tmp_path):
     assert plot.main([str(file)]) == 0
 
 
-def test_what_cannot_be_drawn_is_one_sentence(tmp_path, capsys):
+def test_refusals_are_one_sentence(tmp_path, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "metrics.jsonl").touch()
@@ -210,7 +226,7 @@ def test_what_cannot_be_drawn_is_one_sentence(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "run"]
 
 
-def test_absence_of_matplotlib_is_one_sentence(tmp_path):
+def test_matplotlib_is_asked_for_in_one_sentence(tmp_path):
     run = write_run(tmp_path / "run", 2)
     blocked = "import sys; sys.modules['matplotlib'] = None; from report.plot import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", blocked, str(run)], cwd=ROOT, capture_output=True, text=True)
@@ -218,7 +234,7 @@ def test_absence_of_matplotlib_is_one_sentence(tmp_path):
     assert done.stderr == "error: drawing needs matplotlib, which is not installed: pip install matplotlib\n"
 
 
-def test_runs_as_a_file_from_another_folder(tmp_path):
+def test_command_runs_from_another_folder(tmp_path):
     write_run(tmp_path / "run", 3)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     script = [sys.executable, str(ROOT / "report" / "plot.py"), "run", "-o", "out.png"]

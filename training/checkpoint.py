@@ -23,8 +23,6 @@ import torch
 
 from data.atomic_io import sync_folder, take_folder_mode, write_atomically
 from data.shards import sha256_file
-from model import LTGBert, ModelConfig
-from model_extra import build_model
 from training.config import ConfigError, later_flag
 from training.errors import HARDWARE, UserError
 from training.status import ABANDONED, checkpoint_folders, folder_name, list_checkpoints, step_of
@@ -245,35 +243,6 @@ def read_initial_weights(source: str) -> dict[str, torch.Tensor]:
         return load_file(file)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"--initial_weights: {file} cannot be read as weights: {error}") from error
-
-
-def load_model(path: str | Path, ema: bool = False, device: str | torch.device = "cpu"):
-    """Model (in evaluation mode), tokenizer and ModelConfig of a run folder, a checkpoint or an exported folder.
-
-    `ema` takes the averaged weights. Raises CheckpointError.
-    """
-    from tokenizers import Tokenizer
-
-    from training.hf_format import is_exported, read_exported  # which raises CheckpointError, so imports this module
-
-    if is_exported(Path(path)):
-        if ema:
-            raise CheckpointError(
-                f"{path} holds one set of weights; export the averaged ones with --ema, then use those"
-            )
-        config, tensors, text = read_exported(Path(path))
-        tokenizer = Tokenizer.from_str(text)
-    else:
-        checkpoint = locate(path)
-        config = ModelConfig.from_json(checkpoint.path / "config.json")
-        name = "ema" if ema else "model"
-        if f"{name}.safetensors" not in checkpoint.record["files"]:
-            raise CheckpointError(f"checkpoint {checkpoint.path} has no {name}.safetensors")
-        tensors = checkpoint.tensors(name)
-        tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
-    model: LTGBert = build_model(config)
-    model.load_state_dict(tensors)
-    return model.to(device).eval(), tokenizer, config
 
 
 def training_flags(model: Path) -> dict[str, Any]:

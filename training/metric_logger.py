@@ -21,8 +21,8 @@ from training.background import Background
 from training.config import ConfigError, TrainingConfig
 from training.distributed import World
 from training.inputs import Inputs
-from training.run_dir import SAMPLES, RunFolder, RunView
-from training.status import RUNNING, StatusFile
+from training.run_dir import RunFolder, RunView
+from training.status import RUNNING, SAMPLES, StatusFile
 from training.summary import describe_launch
 
 DEFAULT_PROJECT = "hybrid-pretraining"

@@ -20,10 +20,9 @@ from data.atomic_io import write_atomically
 from training.checkpoint import SaveError
 from training.config import ConfigError, TrainingConfig
 from training.environment import COMMIT_FILE, git
-from training.status import checkpoint_folders, copied_from, list_checkpoints
+from training.status import SAMPLES, checkpoint_folders, copied_from, list_checkpoints
 from training.watchdog import FolderOwner
 
-SAMPLES = "samples.jsonl"
 _ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -17,9 +17,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from data.atomic_io import json_lines, write_atomically
+from data.atomic_io import json_objects, write_atomically
 from training.environment import Environment
 
+SAMPLES = "samples.jsonl"  # of a run folder: what the model wrote at each validation
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 REQUEUED = "requeued"  # SLURM was asked to start the job again, and agreed
 REQUEUE_WANTED = "requeue_wanted"  # the batch script does it: no scontrol in the container
@@ -147,10 +148,7 @@ def _failures(folder: Path, pattern: str) -> list[Failure]:
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
     """The lines of attempts.jsonl, without damaged ones."""
-    try:
-        return [content for _line, content in json_lines(folder / "attempts.jsonl") if content is not None]
-    except OSError:
-        return []
+    return json_objects(folder / "attempts.jsonl")
 
 
 def _attempts(folder: Path) -> list[dict[str, Any]]:

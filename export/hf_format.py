@@ -1,4 +1,4 @@
-"""Folders in the form of the transformers library: telling them apart, and reading ours back.
+"""Hugging Face format: folders of the transformers library, told apart from checkpoints and read back.
 
 The tokenizer of an exported folder begins texts with `<s>` and lets `<mask>` take the space before it. Shards know
 their tokenizer by a hash of its meaning, so what training used is noted in config.json and restored from there.

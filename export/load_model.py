@@ -1,0 +1,40 @@
+"""Models of every form that this suite writes: run folders, checkpoints and folders of the transformers library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from export.hf_format import is_exported, read_exported
+from model import LTGBert, ModelConfig
+from model_extra import build_model
+from training.checkpoint import CheckpointError, locate
+
+
+def load_model(
+    path: str | Path, ema: bool = False, device: str | torch.device = "cpu"
+) -> tuple[LTGBert, Tokenizer, ModelConfig]:
+    """Model (in evaluation mode), tokenizer and ModelConfig of a run folder, a checkpoint or an exported folder.
+
+    `ema` takes the averaged weights. Raises CheckpointError.
+    """
+    if is_exported(Path(path)):
+        if ema:
+            raise CheckpointError(
+                f"{path} holds one set of weights; export the averaged ones with --ema, then use those"
+            )
+        config, tensors, text = read_exported(Path(path))
+        tokenizer = Tokenizer.from_str(text)
+    else:
+        checkpoint = locate(path)
+        config = ModelConfig.from_json(checkpoint.path / "config.json")
+        name = "ema" if ema else "model"
+        if f"{name}.safetensors" not in checkpoint.record["files"]:
+            raise CheckpointError(f"checkpoint {checkpoint.path} has no {name}.safetensors")
+        tensors = checkpoint.tensors(name)
+        tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
+    model = build_model(config)
+    model.load_state_dict(tensors)
+    return model.to(device).eval(), tokenizer, config
