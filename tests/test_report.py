@@ -78,7 +78,7 @@ def test_charts_and_figures_know_any_objective(tmp_path):
     colours = {
         name: {line["colour"] for line in charts[f"{name}_loss"]["lines"]} for name in ("masked", "causal", "span")
     }
-    assert len(set.union(*colours)) == 3
+    assert len(set.union(*colours.values())) == 3
     assert charts["span_accuracy"]["title"] == "Span accuracy"
     assert "Span training loss 2.500" in text_of(page)
     assert "Z training loss" not in text_of(page)
