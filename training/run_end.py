@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from contextlib import ExitStack, closing, suppress
 from types import TracebackType
@@ -55,6 +56,7 @@ class RunEnd:
         """The processes of the run; signals count from here on, Ctrl-C too."""
         self.world = world
         self.signals.__enter__()
+        self.signals.install(signal.SIGINT)  # those of a job's first moment do not handle it
         return world
 
     def finish(self) -> None:
