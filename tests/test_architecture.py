@@ -63,7 +63,8 @@ LARGEST_FILE = 1_000_000
 def repository_files() -> list[Path]:
     """Every file that is in git or could be added, relative to the root; without git, all but what OUTSIDE names."""
     if (ROOT / ".git").exists():
-        command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+        git = ["git", "-c", "safe.directory=*", "-C", str(ROOT)]  # whoever owns the checkout
+        command = [*git, "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
         names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
         return [Path(name) for name in names if name and (ROOT / name).is_file()]
     found = []
