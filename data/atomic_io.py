@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import resource
 from collections.abc import Iterator
@@ -55,6 +56,15 @@ def take_folder_mode(path: Path) -> None:
     """
     with suppress(OSError):
         path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def json_object(path: Path, largest: float = math.inf) -> dict[str, Any]:
+    """The JSON object in a file; {} where there is none, it cannot be read, or the file has more bytes than that."""
+    try:
+        content = json.loads(path.read_bytes()) if path.stat().st_size <= largest else {}
+    except (OSError, ValueError, RecursionError):  # a UnicodeDecodeError is a ValueError
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.atomic_io import json_object
 from training.checkpoint import Checkpoint
 from training.config import FIELDS
 from training.metric_logger import read_metrics
@@ -51,7 +52,7 @@ NOTHING_STATED = Stated()
 def read_records(checkpoint: Checkpoint) -> Records:
     """The records of a checkpoint and of the run folder that it lies in."""
     folder = checkpoint.path.parent.parent
-    run = _read_object(folder / "config.json") if checkpoint.path.parent.name == "checkpoints" else {}
+    run = json_object(folder / "config.json") if checkpoint.path.parent.name == "checkpoints" else {}
     if "flags" not in run:
         return Records(checkpoint.record, {}, {}, ())
     metrics = {}
@@ -61,16 +62,8 @@ def read_records(checkpoint: Checkpoint) -> Records:
                 k: v for k, v in line.items() if k.startswith(("valid/", "eval/")) and isinstance(v, int | float)
             }
     paths = sorted(path for pattern in ("*.json", "evaluation/*.json") for path in folder.glob(pattern))
-    found = [content for content in map(_read_object, paths) if isinstance(content.get("sets"), dict)]
+    found = [content for content in map(json_object, paths) if isinstance(content.get("sets"), dict)]
     return Records(checkpoint.record, run, metrics, found)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def model_card(

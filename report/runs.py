@@ -6,7 +6,6 @@ Every file but metrics.jsonl may be absent (an old run, a metrics file alone) or
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from data.atomic_io import json_objects
+from data.atomic_io import json_object, json_objects
 from report.metrics import Metrics, ReportError, load_all_metrics, to_array
 from training.status import SAMPLES
 
@@ -112,12 +111,8 @@ def _read_run(metrics: Metrics, folder: Path) -> Run:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} where there is none or it cannot be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size <= _LARGEST_JSON else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    """The JSON object in a file of a run folder; {} where there is none, it cannot be read or is too large."""
+    return json_object(path, _LARGEST_JSON)
 
 
 def tidied(config: Mapping[str, Any]) -> dict[str, Any]:

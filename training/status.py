@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from data.atomic_io import json_objects, write_atomically
+from data.atomic_io import json_object, json_objects, write_atomically
 from training.environment import Environment
 
 SAMPLES = "samples.jsonl"  # of a run folder: what the model wrote at each validation
@@ -232,7 +232,7 @@ def step_of(path: Path) -> int:
 
 def checkpoint_folders(run_folder: Path) -> list[Path]:
     """Where a run's checkpoints may be: in its own folder, and where --spare_checkpoint_dir let it save."""
-    config = _read_config(run_folder)
+    config = json_object(run_folder / "config.json")
     spare = [] if copied_from(run_folder, config) else config.get("spare_checkpoints", [])
     return [run_folder / "checkpoints", *map(Path, spare)]
 
@@ -241,19 +241,11 @@ def copied_from(run_folder: Path, config: Mapping[str, Any]) -> Path | None:
     """The run folder of which this one, with this config.json, is a copy; None for one that is none, or was moved."""
     original = Path(config.get("folder") or run_folder)
     try:
-        same = original.samefile(run_folder) or _read_config(original).get("wandb_id") != config.get("wandb_id")
+        same = original.samefile(run_folder)
+        same = same or json_object(original / "config.json").get("wandb_id") != config.get("wandb_id")
     except OSError:  # moved, or seen under another path on this host
         same = True
     return None if same else original
-
-
-def _read_config(run_folder: Path) -> dict[str, Any]:
-    """A run's config.json; {} where there is none or it is damaged."""
-    try:
-        config = json.loads((run_folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        config = None
-    return config if isinstance(config, dict) else {}
 
 
 def list_checkpoints(*parents: Path) -> list[Path]:
