@@ -31,7 +31,8 @@ from data.cli import Parser
 from data.corpus import Corpus, TokenStream
 from data.loader import BatchBuilder
 from data.masking import MaskingOptions
-from data.plan import CAUSAL, MASKED, DataPlan, RowRange
+from data.objectives import CAUSAL, MASKED
+from data.plan import DataPlan, RowRange
 from data.shards import write_shard
 
 _MICRO_BATCH_TOKENS = 32768

@@ -18,7 +18,8 @@ import numpy as np
 
 from data.cli import Parser
 from data.corpus import OCCURRENCE_SHIFT, Corpus, TokenStream
-from data.plan import MASKED, DataPlan
+from data.objectives import MASKED
+from data.plan import DataPlan
 from data.row_shuffle import RowShuffle
 
 
@@ -52,7 +53,7 @@ def main() -> int:
         counts, largest = [], []
         for step in range(0, options.steps, 10):
             batch = plan.step(step)
-            first, rows = batch.position[MASKED], batch.masked_rows
+            first, rows = batch.position[MASKED], batch.objective_rows[MASKED]
             in_order = first + np.arange(rows) * options.seq_length
             positions = order.positions(first, rows) if name == "shuffled rows" else in_order
             _, origins = stream.read_rows(positions, options.seq_length, origins=True)

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 
 from data.corpus import Corpus, TokenStream, stop_event
-from data.masking import PADDING, MaskingOptions, ModelInputs, build_inputs, causal_counts, masked_counts
-from data.plan import CAUSAL, MASKED, DataPlan, RowRange, StepPlan, rows_of_rank
+from data.masking import PADDING, MaskingOptions, ModelInputs, build_inputs, row_counts
+from data.objectives import MASKING, OBJECTIVES
+from data.plan import DataPlan, RowRange, StepPlan, rows_of_rank
 from data.row_shuffle import RowShuffle
 
 _CLOSE_SECONDS = 5.0
-TENSORS, _COUNTS = ("tokens", "row_keys", "causal", "mask_counts", "origins"), ("targets", "documents")  # of RowBatch
+TENSORS = ("tokens", "row_keys", "objective", "mask_counts", "origins")  # fields of RowBatch that go to the device
+_COUNTS = ("targets", "documents")  # and those that the host keeps
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,14 @@ class RowBatch:
     """R rows of T tokens. Tensors lie on the CPU until `to` moves them; the counts are known on the host at once.
 
     tokens: int32 [R, T+1] (see masking.py), `<s>` in the first column with MaskingOptions.row_start. row_keys: int64
-    [R]. causal: bool [R]. mask_counts: int64 [R]. origins: int64 [R, T+1] or None. On the host, of each row by
-    objective, int64 [2, R]: targets, and documents, as many as the row touches or more, none for the other objective.
+    [R]. objective: int64 [R], numbers in OBJECTIVES. mask_counts: int64 [R]. origins: int64 [R, T+1] or None. On the
+    host, of each row by objective, int64 [len(OBJECTIVES), R]: targets, and documents, as many as the row touches or
+    more; none in the lines of other objectives than the row's.
     """
 
     tokens: torch.Tensor
     row_keys: torch.Tensor
-    causal: torch.Tensor
+    objective: torch.Tensor
     mask_counts: torch.Tensor
     origins: torch.Tensor | None
     targets: np.ndarray
@@ -62,12 +65,15 @@ class RowBatch:
         counts: dict[str, Any] = {name: getattr(self, name)[:, begin:end] for name in _COUNTS}
         return replace(self._map(lambda tensor: tensor[begin:end]), **counts)
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether there are rows in which spans are masked, be it none of their tokens."""
+        return bool(self.documents[list(MASKING)].any())
+
     def inputs(self, options: MaskingOptions) -> ModelInputs:
         """Model inputs and labels, computed on the device of the tensors."""
-        draw_masks = bool(self.documents[MASKED].any())  # whether there are masked rows: they need not have a target
-        return build_inputs(
-            self.tokens, self.row_keys, self.causal, self.mask_counts, options, self.origins, draw_masks=draw_masks
-        )
+        tensors = (self.tokens, self.row_keys, self.objective, self.mask_counts)
+        return build_inputs(*tensors, options, self.origins, draw_masks=self.has_masks)
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class StepBatch:
 
     @property
     def targets(self) -> np.ndarray:
-        """Targets of this rank by objective; int64 [2]."""
+        """Targets of this rank by objective; int64 [len(OBJECTIVES)]."""
         return self.batch.targets.sum(axis=1)
 
     def micro_batches(self, device: torch.device) -> Iterator[RowBatch]:
@@ -105,18 +111,15 @@ def _pack(tokens, keys, objective: int, mask_p: float, options: MaskingOptions, 
     """
     if options.row_start:
         tokens[:, 0] = options.bos_id
-    targets = np.zeros((2, len(tokens)), np.int64)
-    if objective == MASKED:
-        targets[MASKED] = masked_counts(tokens, keys, mask_p, options.n_special_tokens)
-    else:
-        targets[CAUSAL] = causal_counts(tokens, options.bos_id)
+    targets = np.zeros((len(OBJECTIVES), len(tokens)), np.int64)
+    masked, targets[objective] = row_counts(OBJECTIVES[objective], tokens, keys, mask_p, options)
     documents = np.zeros_like(targets)
     documents[objective] = np.count_nonzero(tokens[:, 1:-1] == options.bos_id, axis=1) + 2  # a row's start, its padding
     return RowBatch(
         tokens=torch.from_numpy(tokens),
         row_keys=torch.from_numpy(keys),
-        causal=torch.full((len(tokens),), objective == CAUSAL),
-        mask_counts=torch.from_numpy(targets[MASKED].copy()),
+        objective=torch.full((len(tokens),), objective),
+        mask_counts=torch.from_numpy(masked),
         origins=None if origins is None else torch.from_numpy(origins),
         targets=targets,
         documents=documents,
@@ -128,7 +131,7 @@ class BatchBuilder:
 
     def __init__(self, corpus: Corpus, plan: DataPlan, options: MaskingOptions):
         self.corpus, self.plan, self.options = corpus, plan, options
-        keys = [plan.stream_key(objective) for objective in (MASKED, CAUSAL)]
+        keys = [plan.stream_key(objective) for objective in range(len(OBJECTIVES))]
         self._streams = [TokenStream(corpus, key) for key in keys]
         self._orders = [RowShuffle(corpus, key, plan.spans(objective)) for objective, key in enumerate(keys)]
 

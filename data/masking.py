@@ -1,6 +1,6 @@
 """Masking, from raw rows to model inputs: document boundaries, span masks and labels, computed where the model runs.
 
-A row of T inputs comes as T + 1 tokens: output i is scored against token i + 1 under both objectives. The row *owns*
+A row of T inputs comes as T + 1 tokens: output i is scored against token i + 1 under every objective. The row *owns*
 tokens 1 .. T: they are its candidates for masking and its targets. Token 0 is owned by the row before it in the
 stream; the row shows `<s>` in its place (or, without MaskingOptions.row_start, the token itself). So each token of the
 corpus is a candidate once per epoch.
@@ -14,7 +14,7 @@ row's key, equal on CPU and GPU; and `even` masking can replace the published lo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from itertools import permutations
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 
 from data.corpus import OCCURRENCE_SHIFT
 from data.counter_rng import fold_numpy, fold_torch, logical_right_shift, signed
+from data.objectives import ALL_TARGETS, CAUSAL_ATTENTION, NOT_MASKING, Objective
 
 IGNORE_INDEX = -100
 PADDING = -1  # token id behind the end of a validation stream
@@ -58,31 +59,49 @@ class MaskingOptions:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What the model and the loss need; all [B, T] int64 but `causal`, which is bool [B]."""
+    """What the model and the loss need; int64 [B, T] where nothing else is said."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor  # IGNORE_INDEX where nothing is predicted
     document_ids: torch.Tensor  # counts documents within the row; -1 is padding
-    causal: torch.Tensor
+    causal: torch.Tensor  # bool [B]
+    objective: torch.Tensor  # int64 [B], the number of each row's
 
 
 def masked_counts(tokens: np.ndarray, row_keys: np.ndarray, p: float, n_special_tokens: int) -> np.ndarray:
-    """How many tokens of each masked row are masked: floor(p * n + u). tokens [B, T+1], keys [B] -> int64 [B]."""
+    """How many tokens of each row are masked: floor(p * n + u). tokens [B, T+1], keys [B] -> int64 [B]."""
     maskable = np.count_nonzero(tokens[:, 1:] >= n_special_tokens, axis=1)
     uniform = (fold_numpy(row_keys, np.array([_COUNT])) >> np.uint64(11)) * 2.0**-53
     return np.floor(p * maskable + uniform).astype(np.int64)
 
 
-def causal_counts(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """How many targets each causal row has: every owned token but `<s>` and padding. tokens [B, T+1] -> int64 [B]."""
+def token_counts(tokens: np.ndarray, bos_id: int) -> np.ndarray:
+    """How many tokens each row owns, `<s>` and padding left out: [B, T+1] -> int64 [B]."""
     owned = tokens[:, 1:]
     return np.count_nonzero((owned != bos_id) & (owned != PADDING), axis=1)
+
+
+def row_counts(
+    objective: Objective, tokens: np.ndarray, row_keys: np.ndarray, mask_p: float, options: MaskingOptions
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many tokens of each row of an objective are masked and how many are targets; int64 [B] each."""
+    masked = np.zeros(len(tokens), np.int64)
+    if objective.mask:
+        masked = masked_counts(tokens, row_keys, objective.mask_fraction(mask_p), options.n_special_tokens)
+    return masked, token_counts(tokens, options.bos_id) if objective.all_targets else masked
+
+
+def _rows_of(objective: torch.Tensor, numbers: tuple[int, ...]) -> torch.Tensor:
+    """Which rows have one of the objectives `numbers`; bool [B]."""
+    if not numbers:
+        return torch.zeros_like(objective, dtype=torch.bool)
+    return reduce(torch.logical_or, [objective == number for number in numbers])
 
 
 def build_inputs(
     tokens: torch.Tensor,
     row_keys: torch.Tensor,
-    causal: torch.Tensor,
+    objective: torch.Tensor,
     mask_counts: torch.Tensor,
     options: MaskingOptions,
     origins: torch.Tensor | None = None,
@@ -91,9 +110,9 @@ def build_inputs(
 ) -> ModelInputs:
     """Inputs and labels of a micro-batch, on the device of its tensors and without host synchronisation.
 
-    tokens: [B, T+1] integers, PADDING behind the end of the data. row_keys: int64 [B]. causal: bool [B].
-    mask_counts: int64 [B], from `masked_counts` (0 for causal rows). origins: int64 [B, T+1] from TokenStream.read,
-    needed for `even` masking. draw_masks: False where the caller knows that every row is causal, which saves the work.
+    tokens: [B, T+1] integers, PADDING behind the end of the data. row_keys: int64 [B]. objective: int64 [B], numbers
+    in OBJECTIVES. mask_counts: int64 [B], from `row_counts`. origins: int64 [B, T+1] from TokenStream.read, needed for
+    `even` masking. draw_masks: False where the caller knows that no row has masks, which saves the work.
     """
     tokens = tokens.long()
     padding = tokens == PADDING
@@ -101,20 +120,26 @@ def build_inputs(
     documents = (tokens == options.bos_id).cumsum(1).masked_fill(padding, -1)
     owned = tokens[:, 1:]
 
-    causal_labels = owned.masked_fill((owned == options.bos_id) | padding[:, 1:], IGNORE_INDEX)
+    # Of the same objectives once: of the published two, causal rows are those without masks and with all targets.
+    kinds = (CAUSAL_ATTENTION, NOT_MASKING, ALL_TARGETS)
+    rows = {numbers: _rows_of(objective, numbers) for numbers in dict.fromkeys(kinds)}
+    causal, unmasked, whole = (rows[numbers] for numbers in kinds)
+
+    all_labels = owned.masked_fill((owned == options.bos_id) | padding[:, 1:], IGNORE_INDEX)
     document_ids = documents[:, :-1]
     if not draw_masks:
-        return ModelInputs(tokens[:, :-1], causal_labels, document_ids, causal)
-    maskable = (owned >= options.n_special_tokens) & ~padding[:, 1:] & ~causal[:, None]
+        return ModelInputs(tokens[:, :-1], all_labels, document_ids, causal, objective)
+    maskable = (owned >= options.n_special_tokens) & ~padding[:, 1:] & ~unmasked[:, None]
     selected, span_key = _select(maskable, row_keys, mask_counts, None if origins is None else origins[:, 1:], options)
     masked_labels = owned.masked_fill(~selected, IGNORE_INDEX)
 
     corrupted = torch.where(selected, _replacements(owned, row_keys, span_key, options), owned)
     return ModelInputs(
         input_ids=torch.cat([tokens[:, :1], corrupted[:, :-1]], dim=1),
-        labels=torch.where(causal[:, None], causal_labels, masked_labels),
+        labels=torch.where(whole[:, None], all_labels, masked_labels),
         document_ids=document_ids,
         causal=causal,
+        objective=objective,
     )
 
 
@@ -201,6 +226,6 @@ def fingerprint(inputs: ModelInputs, row_numbers: torch.Tensor) -> torch.Tensor:
     """
     column = torch.arange(inputs.input_ids.shape[1], device=inputs.input_ids.device)
     value = fold_torch(row_numbers[:, None], column)
-    for part in (inputs.input_ids, inputs.labels, inputs.document_ids, inputs.causal[:, None].long()):
+    for part in (inputs.input_ids, inputs.labels, inputs.document_ids, inputs.objective[:, None]):
         value = fold_torch(value, part)
     return value.sum()

@@ -1,7 +1,8 @@
 """Data plan, what is in global batch `step`: pure functions of the run's configuration, the same on any hardware.
 
-A run trains on rows, numbered from 0 in the order in which they are used. Row n is masked or causal by exact integer
-rounding of the hybrid ratio, and each objective reads its own token stream to the end, so that prefix sums over the
+A run trains on rows, numbered from 0 in the order in which they are used. Row n has one objective by exact integer
+rounding: objectives with a fraction of their own (data/objectives.py) are served first, and what they leave is masked
+or causal by the hybrid ratio. Each objective reads its own token stream to the end, so that prefix sums over the
 schedules tell which rows a step holds (rows are used in a shuffled order, data/row_shuffle.py): seeking is free and
 there is no loader state.
 
@@ -15,17 +16,19 @@ x = step / max_steps:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import numpy as np
 
 from data.counter_rng import fold, fold_numpy
-
-MASKED, CAUSAL = 0, 1
-OBJECTIVES = ("masked", "causal")
+from data.objectives import OBJECTIVES, row_fractions
 
 # What a random number is for; part of every key, so that no two purposes share random numbers.
 _ORDER, _ROW, _STEP = 1, 2, 3
+
+_Rows = TypeVar("_Rows", int, np.ndarray)
 
 
 def rows_at(step: int, max_steps: int, global_batch_size: float, batch_reduction: float) -> int:
@@ -47,23 +50,36 @@ def mask_probability_at(step: int, max_steps: int, start: float, end: float) -> 
     return start + (end - start) * (step / max_steps)
 
 
+def _set_aside(rows: _Rows) -> tuple[_Rows, list[_Rows]]:
+    """Of a run's first `rows` rows those that are left to the hybrid ratio, and those of each other objective.
+
+    Each objective takes its part of what the ones before it have left, so that no row is taken twice.
+    """
+    taken, unclaimed = [], Fraction(1)
+    for objective in OBJECTIVES[2:]:
+        part = objective.rows / unclaimed
+        taken.append(rows * part.numerator // part.denominator)
+        rows, unclaimed = rows - taken[-1], unclaimed * (1 - part)
+    return rows, taken
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """Global batch `step`.
 
     seq_length: tokens per row. rows: rows in the batch. first_row: number of its first row in the run.
-    masked_rows: masked rows among them; the others are causal.
+    objective_rows: rows of each objective among them.
     position: for each objective, where its first row is in its stream's row order (data/row_shuffle.py), in tokens.
-    ratio, ratio_carry: row i of the batch is masked where floor((ratio_carry + (i+1)*ratio) / denominator) exceeds
-        floor((ratio_carry + i*ratio) / denominator).
+    ratio, ratio_carry: row i of those left to the ratio is masked where
+        floor((ratio_carry + (i+1)*ratio) / denominator) exceeds floor((ratio_carry + i*ratio) / denominator).
     """
 
     step: int
     seq_length: int
     rows: int
     first_row: int
-    masked_rows: int
-    position: tuple[int, int]
+    objective_rows: tuple[int, ...]
+    position: tuple[int, ...]
     mask_p: float
     ratio: int
     ratio_carry: int
@@ -74,13 +90,18 @@ class StepPlan:
         """Tokens in the global batch."""
         return self.rows * self.seq_length
 
-    def masked_among(self, rows: int) -> int:
-        """Masked rows among the first `rows` rows of the batch."""
-        return (self.ratio_carry + rows * self.ratio) // self.denominator - self.ratio_carry // self.denominator
+    def among(self, rows: int) -> tuple[int, ...]:
+        """Rows of each objective among the first `rows` rows of the batch."""
+        left_before, taken_before = _set_aside(self.first_row)
+        left, taken = _set_aside(self.first_row + rows)
+        left -= left_before
+        masked = (self.ratio_carry + left * self.ratio) // self.denominator - self.ratio_carry // self.denominator
+        return masked, left - masked, *(end - begin for begin, end in zip(taken_before, taken, strict=True))
 
     def objective_of(self, row: int) -> int:
-        """MASKED or CAUSAL for row `row` (0 .. rows-1) of the batch."""
-        return MASKED if self.masked_among(row + 1) > self.masked_among(row) else CAUSAL
+        """The objective's number of row `row` (0 .. rows-1) of the batch."""
+        before, after = self.among(row), self.among(row + 1)
+        return next(number for number in range(len(before)) if after[number] > before[number])
 
 
 @dataclass(frozen=True)
@@ -114,6 +135,7 @@ class DataPlan:
     _factors: np.ndarray = field(init=False, repr=False, compare=False)
     _row_sums: np.ndarray = field(init=False, repr=False, compare=False)
     _ratio_sums: list[int] = field(init=False, repr=False, compare=False)
+    _objective_rows: np.ndarray = field(init=False, repr=False, compare=False)
     _token_sums: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -123,19 +145,22 @@ class DataPlan:
             rows_at(step, self.max_steps, self.global_batch_size / factor, self.batch_reduction)
             for step, factor in zip(steps, factors, strict=True)
         ]
-        # Python integers: exact however long the run is.
-        ratio_sums = [0, *accumulate(count * self._ratio(step) for step, count in enumerate(rows))]
-        masked_sums = np.array([total // self._denominator for total in ratio_sums], dtype=np.int64)
-        masked = np.diff(masked_sums)
-        factor_array = np.array(factors, dtype=np.int64)
-        lengths = self.seq_length * factor_array
         row_array = np.array(rows, dtype=np.int64)
-        per_objective = np.stack([masked * lengths, (row_array - masked) * lengths])
+        row_sums = np.concatenate([[0], np.cumsum(row_array)])
+        left, taken = _set_aside(row_sums)
+        left = np.diff(left)
+        # Python integers: exact however long the run is.
+        ratio_sums = [0, *accumulate(count * self._ratio(step) for step, count in enumerate(left.tolist()))]
+        masked = np.diff(np.array([total // self._denominator for total in ratio_sums], dtype=np.int64))
+        factor_array = np.array(factors, dtype=np.int64)
+        objective_rows = np.stack([masked, left - masked, *map(np.diff, taken)])
+        token_sums = np.cumsum(objective_rows * self.seq_length * factor_array, axis=1)
         object.__setattr__(self, "_rows", row_array)
         object.__setattr__(self, "_factors", factor_array)
-        object.__setattr__(self, "_row_sums", np.concatenate([[0], np.cumsum(row_array)]))
+        object.__setattr__(self, "_row_sums", row_sums)
         object.__setattr__(self, "_ratio_sums", ratio_sums)
-        object.__setattr__(self, "_token_sums", np.pad(np.cumsum(per_objective, axis=1), ((0, 0), (1, 0))))
+        object.__setattr__(self, "_objective_rows", objective_rows)
+        object.__setattr__(self, "_token_sums", np.pad(token_sums, ((0, 0), (1, 0))))
 
     @property
     def _denominator(self) -> int:
@@ -147,7 +172,7 @@ class DataPlan:
         return self.hybrid_numerator_end in (None, self.hybrid_numerator)
 
     def _ratio(self, step: int) -> int:
-        """Fraction of masked rows at `step` in units of 1 / _denominator."""
+        """Fraction of masked rows at `step`, of those left to the ratio, in units of 1 / _denominator."""
         if self.hybrid_numerator_end is None or self._constant_ratio:
             return self.hybrid_numerator
         return self.hybrid_numerator * (self.max_steps - step) + self.hybrid_numerator_end * step
@@ -156,22 +181,21 @@ class DataPlan:
         """The plan of global batch `step` (0 .. max_steps-1), found without looking at the steps before it."""
         if not 0 <= step < self.max_steps:
             raise ValueError(f"step {step} lies outside the run's 0 .. {self.max_steps - 1}")
-        ratio_sums = self._ratio_sums
         return StepPlan(
             step=step,
             seq_length=self.seq_length * length_factor_at(step, self.max_steps, self.milestones),
             rows=int(self._rows[step]),
             first_row=int(self._row_sums[step]),
-            masked_rows=ratio_sums[step + 1] // self._denominator - ratio_sums[step] // self._denominator,
-            position=(int(self._token_sums[MASKED][step]), int(self._token_sums[CAUSAL][step])),
+            objective_rows=tuple(self._objective_rows[:, step].tolist()),
+            position=tuple(self._token_sums[:, step].tolist()),
             mask_p=mask_probability_at(step, self.max_steps, self.mask_p_start, self.mask_p_end),
             ratio=self._ratio(step),
-            ratio_carry=ratio_sums[step],
+            ratio_carry=self._ratio_sums[step],
             denominator=self._denominator,
         )
 
     def tokens_before(self, step: int) -> int:
-        """Tokens in all global batches before `step` (0 .. max_steps), both objectives together."""
+        """Tokens in all global batches before `step` (0 .. max_steps), all objectives together."""
         return int(self._token_sums[:, step].sum())
 
     def objective_tokens(self, objective: int) -> int:
@@ -220,12 +244,14 @@ class DataPlan:
 def resolve_split(split: str, world_size: int, numerator: int, denominator: int, constant: bool = True) -> str:
     """`rows` or `ranks` for the flag --hybrid_split `auto`, `rows` or `ranks`.
 
-    `ranks` gives each rank one objective, which needs a constant ratio whose denominator divides the world size (after
-    the fraction is reduced: 2/4 runs on two ranks). Raises ValueError where `ranks` is asked for and impossible.
+    `ranks` gives each rank one objective, which needs a constant ratio and for each objective a whole number of ranks
+    (2/4 runs on two). Raises ValueError where `ranks` is asked for and impossible.
     """
-    possible = constant and (numerator * world_size) % denominator == 0
+    broken = [fraction for fraction in row_fractions(numerator, denominator) if world_size % fraction.denominator]
+    possible = constant and not broken
     if split == "ranks" and not possible:
-        why = f"{numerator}/{denominator} of {world_size} ranks is no whole number" if constant else "the ratio changes"
+        odd = f"{numerator}/{denominator}" if len(OBJECTIVES) == 2 or not broken else broken[0]
+        why = f"{odd} of {world_size} ranks is no whole number" if constant else "the ratio changes"
         raise ValueError(f"--hybrid_split ranks is not possible because {why}; use --hybrid_split rows (or auto)")
     if split == "auto":
         return "ranks" if possible else "rows"
@@ -238,20 +264,20 @@ def _slice(total: int, index: int, parts: int) -> tuple[int, int]:
 
 
 def rows_of_rank(plan: StepPlan, rank: int, world_size: int, split: str) -> list[RowRange]:
-    """The rows of `plan` that `rank` trains on: at most one range per objective, masked first.
+    """The rows of `plan` that `rank` trains on: at most one range per objective, in the table's order.
 
     All ranks together hold every row once; their numbers of rows differ by at most one. `split` is `rows` or `ranks`
     (from `resolve_split`).
     """
-    causal_rows = plan.rows - plan.masked_rows
+    ranges: list[RowRange] = []
     if split == "ranks":
-        masked_ranks = world_size * plan.ratio // plan.denominator
-        if rank < masked_ranks:
-            ranges = [RowRange(MASKED, *_slice(plan.masked_rows, rank, masked_ranks))]
-        else:
-            ranges = [RowRange(CAUSAL, *_slice(causal_rows, rank - masked_ranks, world_size - masked_ranks))]
+        first = 0  # rank of the objective
+        for number, fraction in enumerate(row_fractions(plan.ratio, plan.denominator)):
+            ranks = int(world_size * fraction)
+            if first <= rank < first + ranks:
+                ranges.append(RowRange(number, *_slice(plan.objective_rows[number], rank - first, ranks)))
+            first += ranks
     else:
-        begin, end = _slice(plan.rows, rank, world_size)
-        masked = plan.masked_among(begin), plan.masked_among(end)
-        ranges = [RowRange(MASKED, *masked), RowRange(CAUSAL, begin - masked[0], end - masked[1])]
-    return [found for found in ranges if len(found)]
+        begin, end = (plan.among(row) for row in _slice(plan.rows, rank, world_size))
+        ranges = [RowRange(number, *bounds) for number, bounds in enumerate(zip(begin, end, strict=True))]
+    return [each for each in ranges if len(each)]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from data.loader import StepBatch, micro_batch_rows
-from data.plan import OBJECTIVES, rows_of_rank
+from data.objectives import OBJECTIVE_NAMES
+from data.plan import rows_of_rank
 from data.wording import count, size_text, time_text
 from slurm.doctor_machine import seconds_left
 from slurm.doctor_run import count_parameters
@@ -162,7 +163,7 @@ def _timed_step(
         log.push(train_step(state, batch, targets, inputs.config, inputs.plan)) + log.flush()
     )  # waits for the device
     seconds = time.perf_counter() - start
-    losses = {name: records[-1].get(f"train/{name}_loss") for name in OBJECTIVES}
+    losses = {name: records[-1].get(f"train/{name}_loss") for name in OBJECTIVE_NAMES}
     return seconds, {name: loss for name, loss in losses.items() if loss is not None}
 
 

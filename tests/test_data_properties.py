@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from data.corpus import Corpus
 from data.loader import BatchBuilder, RowBatch, ValidationSet
 from data.masking import IGNORE_INDEX, MaskingOptions
-from data.plan import CAUSAL, MASKED, DataPlan, StepPlan, resolve_split
+from data.objectives import CAUSAL, MASKED
+from data.plan import DataPlan, StepPlan, resolve_split
 from data.shards import write_shard
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
@@ -84,10 +85,10 @@ def cases(draw: st.DrawFn) -> Case:
 
 def rows_of(*batches: RowBatch) -> Counter:
     return Counter(
-        (key, causal, tuple(tokens))
+        (key, objective, tuple(tokens))
         for batch in batches
-        for key, causal, tokens in zip(
-            batch.row_keys.tolist(), batch.causal.tolist(), batch.tokens.tolist(), strict=True
+        for key, objective, tokens in zip(
+            batch.row_keys.tolist(), batch.objective.tolist(), batch.tokens.tolist(), strict=True
         )
     )
 
@@ -111,7 +112,7 @@ def check_masks(batch: RowBatch, mask_p: float, options: MaskingOptions) -> None
     labels = batch.inputs(options).labels
     scored = (labels != IGNORE_INDEX).numpy()
     assert (scored.sum(1) == batch.targets.sum(0)).all()
-    masked = ~batch.causal.numpy()
+    masked = (batch.objective == MASKED).numpy()
     owned = batch.tokens[:, 1:].numpy()
     assert (labels.numpy()[scored] == owned[scored]).all()
     assert (owned[masked][scored[masked]] >= options.n_special_tokens).all()
@@ -129,9 +130,9 @@ def test_batches_are_the_plan_s_on_any_number_of_ranks(tmp_path_factory, case):
         step = plan.step(number)
         batch = builder.step(number, 0, 1, "rows", 4).batch
         assert len(batch) == step.rows
-        assert int((~batch.causal).sum()) == step.masked_rows
+        assert int((batch.objective == MASKED).sum()) == step.objective_rows[MASKED]
         assert case.row_start <= bool((batch.tokens[:, 0] == BOS).all())
-        masked += step.masked_rows
+        masked += step.objective_rows[MASKED]
         assert masked == (step.ratio_carry + step.rows * step.ratio) // step.denominator
         check_masks(batch, step.mask_p, case.options)
         for world_size in (2, 3, 5):
@@ -147,8 +148,7 @@ def test_rows_cover_the_streams_and_epochs_the_corpus(tmp_path_factory, case):
     for objective in (MASKED, CAUSAL):
         seen: list[tuple[int, int]] = []
         for step in map(plan.step, range(plan.max_steps)):
-            rows = step.masked_rows if objective == MASKED else step.rows - step.masked_rows
-            positions = builder._orders[objective].positions(step.position[objective], rows)
+            positions = builder._orders[objective].positions(step.position[objective], step.objective_rows[objective])
             seen += [(int(position), step.seq_length) for position in positions]
         epochs = [corpus.epoch_of(position) for position, _ in seen]
         assert epochs == sorted(epochs)

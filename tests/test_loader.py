@@ -16,7 +16,8 @@ import data.corpus
 from data.corpus import Corpus, TokenStream
 from data.loader import BatchBuilder, Loader, StepBatch, ValidationSet, micro_batch_rows
 from data.masking import IGNORE_INDEX, MaskingOptions, fingerprint
-from data.plan import CAUSAL, MASKED, DataPlan, RowRange, resolve_split
+from data.objectives import CAUSAL, MASKED
+from data.plan import DataPlan, RowRange, resolve_split
 from data.shards import write_shard
 from training.loss import varlen_sizes
 
@@ -84,9 +85,9 @@ def test_documents_known_beforehand_suffice(corpus, step, local_batch_size):
     for batch in builder.step(step, 0, 1, "rows", local_batch_size).micro_batches(CPU):
         ids, sizes = batch.inputs(builder.options).document_ids, varlen_sizes(batch)
         runs = 1 + (ids[:, 1:] != ids[:, :-1]).sum(1)
-        assert sizes.causal_rows == int(batch.causal.sum())
+        assert sizes.causal_rows == int((batch.objective == CAUSAL).sum())
         for objective, places in ((CAUSAL, sizes.causal_documents), (MASKED, sizes.other_documents)):
-            rows = batch.causal == (objective == CAUSAL)
+            rows = batch.objective == objective
             assert (places > 0) == bool(rows.any())
             assert runs[rows].sum() <= places
 
@@ -104,7 +105,7 @@ def test_every_token_once_per_epoch_and_objective_across_row_lengths(corpus, wor
             lengths.add(plan.seq_length)
             for rank in range(world_size):
                 batch = builder.step(step, rank, world_size, split, 8).batch
-                rows = batch.tokens[batch.causal == (objective == CAUSAL)].numpy()
+                rows = batch.tokens[batch.objective == objective].numpy()
                 targets.append(rows[:, 1:].ravel())
         seen = np.concatenate(targets)
         epoch = corpus.tokens_before_epoch(1)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.masking import IGNORE_INDEX, ModelInputs
-from data.plan import CAUSAL, MASKED, DataPlan
+from data.objectives import CAUSAL, MASKED
+from data.plan import DataPlan
 from model import ModelConfig
 from training.distributed import World
 from training.environment import Environment
@@ -62,9 +63,15 @@ def test_an_objective_without_targets_weighs_nothing():
     assert loss_weights((0, 0), (0, 0), token_weighted=True).per_target == (0.0, 0.0)
 
 
+def model_inputs(labels: torch.Tensor, objective: torch.Tensor) -> ModelInputs:
+    """Rows with these labels and objectives, of zeros else."""
+    zeros = torch.zeros_like(labels)
+    return ModelInputs(zeros, labels, zeros, objective == CAUSAL, objective)
+
+
 def test_sums_by_objective():
     scores = (torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 1.0, 3.0]), torch.tensor([1.0, 0.0, 1.0]))
-    sums = sums_by_objective(scores, torch.tensor([False, False, True]))
+    sums = sums_by_objective(scores, torch.tensor([MASKED, MASKED, CAUSAL]))
     assert sums[MASKED].tolist() == [3.0, 2.0, 1.0, 2.0]
     assert sums[CAUSAL].tolist() == [4.0, 3.0, 1.0, 1.0]
     assert (LOSS, SQUARED_LOG_Z, CORRECT, COUNT) == (0, 1, 2, 3)
@@ -77,17 +84,16 @@ def test_scores_of_a_batch_with_both_objectives_go_to_the_right_one():
         return F.one_hot(torch.full((len(positions),), 7), 10).float() * 20
 
     labels = torch.tensor([[7, IGNORE_INDEX, 3], [7, 7, IGNORE_INDEX], [IGNORE_INDEX] * 3])
-    inputs = ModelInputs(torch.zeros(3, 3).long(), labels, torch.zeros(3, 3).long(), torch.tensor([False, True, True]))
-    scores, causal = score_targets(model, inputs, 4, None)
-    assert causal.tolist() == [False, False, True, True]
-    assert sums_by_objective(scores, causal)[:, CORRECT].tolist() == [1.0, 2.0]
+    scores, objective = score_targets(model, model_inputs(labels, torch.tensor([MASKED, CAUSAL, CAUSAL])), 4, None)
+    assert objective.tolist() == [MASKED, MASKED, CAUSAL, CAUSAL]
+    assert sums_by_objective(scores, objective)[:, CORRECT].tolist() == [1.0, 2.0]
 
 
 def test_no_targets_at_all():
     labels = torch.full((2, 3), IGNORE_INDEX)
     assert target_positions(labels, 0).tolist() == []
     scores = target_scores(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64))
-    assert sums_by_objective(scores, torch.zeros(0, dtype=torch.bool)).abs().sum() == 0
+    assert sums_by_objective(scores, torch.zeros(0, dtype=torch.int64)).abs().sum() == 0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -124,7 +130,7 @@ def test_slots_that_are_left_over_change_nothing():
 
     weight = torch.ones((), requires_grad=True)
     labels = torch.tensor([[7, IGNORE_INDEX, 3], [IGNORE_INDEX, 7, IGNORE_INDEX]])
-    inputs = ModelInputs(torch.zeros(2, 3).long(), labels, torch.zeros(2, 3).long(), torch.tensor([False, True]))
+    inputs = model_inputs(labels, torch.tensor([MASKED, CAUSAL]))
     sums = []
     for slots in (3, 5, 6):
         scores, objective = score_targets(model, inputs, slots, None)

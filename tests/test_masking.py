@@ -17,10 +17,11 @@ from data.masking import (
     PADDING,
     MaskingOptions,
     build_inputs,
-    causal_counts,
     fingerprint,
     masked_counts,
+    token_counts,
 )
+from data.objectives import CAUSAL, MASKED
 
 OPTIONS = MaskingOptions(vocab_size=1000)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -39,9 +40,9 @@ def make_rows(rows: int, length: int, seed: int = 0, document_every: int = 50) -
 def build(tokens, keys, p, *, causal=False, options=OPTIONS, origins=None, device="cpu"):
     counts = np.zeros(len(tokens), np.int64) if causal else masked_counts(tokens, keys, p, options.n_special_tokens)
     to = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)  # noqa: E731 - a local shorthand
-    flags = torch.full((len(tokens),), causal, device=device)
+    objective = torch.full((len(tokens),), CAUSAL if causal else MASKED, device=device)
     return build_inputs(
-        to(tokens), to(keys), flags, to(counts), options, None if origins is None else to(origins)
+        to(tokens), to(keys), objective, to(counts), options, None if origins is None else to(origins)
     ), counts
 
 
@@ -102,7 +103,7 @@ def test_causal_rows_predict_everything_but_the_document_start():
     inputs, _ = build(tokens, keys, 0.3, causal=True)
     labels = inputs.labels.numpy()
     np.testing.assert_array_equal(labels == IGNORE_INDEX, tokens[:, 1:] == 1)
-    np.testing.assert_array_equal((labels != IGNORE_INDEX).sum(1), causal_counts(tokens, 1))
+    np.testing.assert_array_equal((labels != IGNORE_INDEX).sum(1), token_counts(tokens, 1))
     np.testing.assert_array_equal(inputs.input_ids.numpy(), tokens[:, :-1])
     assert (labels == 2).any()  # </s> is learned
 
@@ -134,7 +135,7 @@ def test_padding_is_neither_input_nor_target():
         assert inputs.document_ids.tolist() == [[1, 1, 1, 1, -1]]
         assert inputs.labels.tolist() == [[20, 21, 22, IGNORE_INDEX, IGNORE_INDEX]]
         assert inputs.input_ids[0, -1] == 3
-        assert (causal_counts(tokens, 1) if causal else masked_counts(tokens, np.array([5]), 1.0, 16)).tolist() == [3]
+        assert (token_counts(tokens, 1) if causal else masked_counts(tokens, np.array([5]), 1.0, 16)).tolist() == [3]
 
 
 def test_a_row_without_maskable_tokens_has_no_target():
@@ -178,9 +179,9 @@ def test_fingerprint_ignores_order_and_sees_every_change(device):
     assert fingerprint(inputs, key.to(device)).item() == whole.item()
     parts = [build(tokens[half], keys[half], 0.3)[0] for half in (slice(3, 8), slice(0, 3))]
     assert fingerprint(parts[0], key[3:]) + fingerprint(parts[1], key[:3]) == whole
-    for name in ("input_ids", "labels", "document_ids"):
+    for name, place in (("input_ids", (2, 5)), ("labels", (2, 5)), ("document_ids", (2, 5)), ("objective", (2,))):
         changed = getattr(reference, name).clone()
-        changed[2, 5] += 1
+        changed[place] += 1
         assert fingerprint(replace(reference, **{name: changed}), key) != whole
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.plan import CAUSAL, MASKED, DataPlan, length_factor_at, resolve_split, rows_at, rows_of_rank
+from data.objectives import CAUSAL, MASKED
+from data.plan import DataPlan, length_factor_at, resolve_split, rows_at, rows_of_rank
 
 GOLDEN = Path(__file__).parent / "golden" / "schedule.npz"
 
@@ -58,7 +59,7 @@ def test_exact_row_counts(numerator, denominator):
         batch = plan.step(step)
         objectives = [batch.objective_of(i) for i in range(batch.rows)]
         assert batch.first_row == row
-        assert objectives.count(MASKED) == batch.masked_rows
+        assert objectives.count(MASKED) == batch.objective_rows[MASKED]
         for objective in objectives:
             row += 1
             masked += objective == MASKED
@@ -67,7 +68,7 @@ def test_exact_row_counts(numerator, denominator):
 
 def test_ratio_schedule_moves_the_share():
     plan = DataPlan(200, 8, 160, 1, hybrid_numerator=16, hybrid_denominator=16, hybrid_numerator_end=0, milestones=())
-    shares = [plan.step(step).masked_rows / 160 for step in range(200)]
+    shares = [plan.step(step).objective_rows[MASKED] / 160 for step in range(200)]
     np.testing.assert_allclose(shares, 1 - np.arange(200) / 200, atol=1 / 160)
     assert abs(sum(shares) - (200 - np.arange(200) / 200 @ np.ones(200))) < 1 / 160
 
@@ -78,8 +79,8 @@ def test_streams_go_on_without_gap_from_step_to_step(plan):
     for step in range(plan.max_steps):
         batch = plan.step(step)
         assert list(batch.position) == position
-        position[MASKED] += batch.masked_rows * batch.seq_length
-        position[CAUSAL] += (batch.rows - batch.masked_rows) * batch.seq_length
+        position[MASKED] += batch.objective_rows[MASKED] * batch.seq_length
+        position[CAUSAL] += batch.objective_rows[CAUSAL] * batch.seq_length
         assert plan.tokens_before(step + 1) == sum(position)
     assert [plan.objective_tokens(objective) for objective in (MASKED, CAUSAL)] == position
 
@@ -99,8 +100,8 @@ def test_ranks_hold_every_row_once_and_differ_by_one_row(plan, world_size, wish,
         sizes.append(sum(len(share) for share in shares))
         for share in shares:
             held[share.objective] += range(share.first, share.last)
-    assert held[MASKED] == list(range(batch.masked_rows))
-    assert held[CAUSAL] == list(range(batch.rows - batch.masked_rows))
+    assert held[MASKED] == list(range(batch.objective_rows[MASKED]))
+    assert held[CAUSAL] == list(range(batch.objective_rows[CAUSAL]))
     assert max(sizes) - min(sizes) <= 1
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from data.corpus import Corpus
 from data.loader import BatchBuilder
 from data.masking import MaskingOptions
-from data.plan import CAUSAL, MASKED, DataPlan
+from data.objectives import CAUSAL, MASKED
+from data.plan import DataPlan
 from data.row_shuffle import RowShuffle
 from data.shards import write_shard
 
@@ -57,7 +58,7 @@ def test_a_batch_is_a_sample_of_the_corpus(tmp_path, objective):
     shares = []
     for step in range(40):
         batch = builder.step(step, 0, 1, "rows", 64).batch
-        tokens = batch.tokens[batch.causal == (objective == CAUSAL)].numpy()
+        tokens = batch.tokens[batch.objective == objective].numpy()
         shares.append([np.mean(tokens == 16 + book) for book in range(4)])
     for phase in (shares[:20], shares[20:]):  # rows are drawn from what the phase reads, which documents decide
         spread = np.std(phase, axis=0)

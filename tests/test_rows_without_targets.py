@@ -12,7 +12,8 @@ from helpers.tiny_runs import flags, make_inputs, training_lines
 from data.corpus import Corpus
 from data.loader import BatchBuilder, RowBatch, ValidationSet
 from data.masking import IGNORE_INDEX, MaskingOptions
-from data.plan import MASKED, DataPlan
+from data.objectives import MASKED
+from data.plan import DataPlan
 from data.shards import write_shard
 from evaluation import perplexity
 from model import ModelConfig
@@ -57,7 +58,7 @@ def test_rows_without_masks_are_not_scored(inputs, tmp_path, numerator, spare):
     """Nor where places in the head are more than the targets, as for CUDA graphs."""
     batch = unmasked_batch(tmp_path, numerator)
     labels = batch.inputs(OPTIONS).labels
-    assert not (labels[~batch.causal] != IGNORE_INDEX).any()
+    assert not (labels[batch.objective == MASKED] != IGNORE_INDEX).any()
     targets = batch.targets.sum(axis=1)
     assert targets[MASKED] == 0
     model, key = model_of(inputs), torch.zeros((), dtype=torch.int64)

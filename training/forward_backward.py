@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from data.loader import TENSORS, RowBatch
 from data.masking import PADDING, MaskingOptions, ModelInputs
-from data.plan import MASKED
+from data.objectives import OBJECTIVE_NAMES
 from model import LTGBert, ModelConfig
 from ops.nvrtc import cache_folder
 from ops.reference import reference_chosen
@@ -83,7 +83,7 @@ def compile_layers(model: LTGBert) -> None:
 
 
 class ForwardBackward:
-    """Runs micro-batches: adds their gradients to `gradients` and their sums to `sums` (float64 [2, 4])."""
+    """Runs micro-batches: adds their gradients to `gradients` and their sums to `sums` (see `sums_by_objective`)."""
 
     def __init__(
         self,
@@ -98,15 +98,15 @@ class ForwardBackward:
         """captures: with CUDA graphs; `gradients` must then stay in their places."""
         self._model, self._gradients, self._options, self._z_loss_weight = model, gradients, options, z_loss_weight
         self._device, self.mixed_precision, self.captures = device, mixed_precision, captures
-        self.sums = torch.zeros(2, 4, dtype=torch.float64, device=device)
-        self._weights = torch.zeros(2, device=device)
+        self.sums = torch.zeros(len(OBJECTIVE_NAMES), 4, dtype=torch.float64, device=device)
+        self._weights = torch.zeros(len(OBJECTIVE_NAMES), device=device)
         self._step_key = torch.zeros((), dtype=torch.int64, device=device)
         self._graphs: dict[tuple, _Graph | None] = {}
         self._compiled: set[int] = set()  # row lengths for which all is compiled, so that they can be captured at once
         self._pool: Any = None  # memory that all graphs share, and the stream on which they are captured
         self._stream: torch.cuda.Stream | None = None
 
-    def begin(self, step_key: int, per_target: tuple[float, float]) -> None:
+    def begin(self, step_key: int, per_target: Sequence[float]) -> None:
         """Begin a step: its dropout key (int64), and what a target of each objective weighs."""
         self.sums.zero_()
         self._step_key.fill_(step_key)  # filled there: a copy from the host would wait
@@ -152,7 +152,7 @@ class ForwardBackward:
 
     def _key(self, batch: RowBatch) -> tuple:
         """What decides the kernels of a batch: its graph's row length, inputs, number of rows, places for targets."""
-        kind = (batch.tokens.shape[1], batch.origins is None, bool(batch.documents[MASKED].any()))
+        kind = (batch.tokens.shape[1], batch.origins is None, batch.has_masks)
         rows = choose_rows(len(batch), {rows for *other, rows, _ in self._graphs if tuple(other) == kind})
         known = [slots for *other, slots in self._graphs if tuple(other) == (*kind, rows)]
         # As many targets as full rows would have, so that batches of a few rows less have the same graph.
@@ -191,7 +191,7 @@ class ForwardBackward:
             return None
 
     def _forward(self, batch: RowBatch, slots: int | None) -> tuple[torch.Tensor, ModelInputs]:
-        per_target = (self._weights[0], self._weights[1])
+        per_target = self._weights.unbind()
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self.mixed_precision):
             loss, part, inputs = hybrid_loss(
                 self._model, batch, self._options, per_target, self._z_loss_weight, self._step_key, slots

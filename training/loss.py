@@ -1,8 +1,11 @@
-"""Loss of the hybrid objective: sums over targets, divided by what was counted over the whole global batch."""
+"""Loss of all objectives: sums over targets, divided by what was counted over the whole global batch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import numpy as np
 import torch
@@ -11,7 +14,7 @@ from torch import nn
 from data.counter_rng import fold_torch
 from data.loader import RowBatch
 from data.masking import IGNORE_INDEX, MaskingOptions, ModelInputs
-from data.plan import CAUSAL, MASKED
+from data.objectives import CAUSAL_ATTENTION, OBJECTIVES
 from ops.cross_entropy import target_scores
 from ops.dropout import DropoutKeys
 from ops.rope import VarlenSizes
@@ -27,21 +30,24 @@ LOSS, SQUARED_LOG_Z, CORRECT, COUNT = range(4)
 class LossWeights:
     """What one target of each objective weighs in a global batch, and what a mean over an objective weighs."""
 
-    per_target: tuple[float, float]
-    per_objective: tuple[float, float]
+    per_target: tuple[float, ...]
+    per_objective: tuple[float, ...]
 
 
-def loss_weights(rows: tuple[int, int], targets: tuple[int, int], token_weighted: bool) -> LossWeights:
-    """Weights for a global batch with `rows` and `targets` by objective (masked, causal).
+def loss_weights(rows: Sequence[int], targets: Sequence[int], token_weighted: bool) -> LossWeights:
+    """Weights for a global batch with `rows` and `targets` by objective.
 
-    An objective's mean weighs its share of rows, or of targets with `token_weighted`; without targets it weighs
-    nothing (its rows still count in the other's share, as the ratio is one of rows).
+    An objective's mean weighs its fraction of rows, or of targets with `token_weighted`, times its weight in the table;
+    without targets it weighs nothing (its rows still count in the others' fractions, as the ratio is one of rows).
     """
     parts = targets if token_weighted else rows
     total = max(1, sum(parts))
-    share = [part / total if count else 0.0 for part, count in zip(parts, targets, strict=True)]
-    per_target = [weight / max(1, count) for weight, count in zip(share, targets, strict=True)]
-    return LossWeights((per_target[0], per_target[1]), (share[0], share[1]))
+    means = [
+        part / total * objective.weight if count else 0.0
+        for objective, part, count in zip(OBJECTIVES, parts, targets, strict=True)
+    ]
+    per_target = [weight / max(1, count) for weight, count in zip(means, targets, strict=True)]
+    return LossWeights(tuple(per_target), tuple(means))
 
 
 def target_positions(labels: torch.Tensor, slots: int) -> torch.Tensor:
@@ -59,13 +65,13 @@ def target_positions(labels: torch.Tensor, slots: int) -> torch.Tensor:
 
 
 def sums_by_objective(scores, objective: torch.Tensor) -> torch.Tensor:
-    """Sums of `target_scores` and the count of targets, [2, 4] float64: lines masked and causal, columns as above.
+    """Sums of `target_scores` and the count of targets, float64: a line for each of OBJECTIVES, columns as above.
 
-    objective: MASKED or CAUSAL of each target; anything else is left out.
+    objective: the number of each target's; anything else is left out.
     """
     loss, squared_log_z, correct = (score.detach().double() for score in scores)
     columns = torch.stack([loss, squared_log_z, correct, torch.ones_like(loss)], dim=1)
-    lines = [(columns * (objective == line).double()[:, None]).sum(0) for line in (MASKED, CAUSAL)]
+    lines = [(columns * (objective == line).double()[:, None]).sum(0) for line in range(len(OBJECTIVES))]
     return torch.stack(lines)
 
 
@@ -76,8 +82,10 @@ def dropout_keys(batch: RowBatch, step_key: torch.Tensor) -> DropoutKeys:
 
 def varlen_sizes(batch: RowBatch) -> VarlenSizes:
     """Sizes of a micro-batch for rotary attention; documents in steps, so that kernels meet few shapes."""
-    masked, causal = (-(-int(batch.documents[line].sum()) // _DOCUMENTS) * _DOCUMENTS for line in (MASKED, CAUSAL))
-    return VarlenSizes(int(np.count_nonzero(batch.documents[CAUSAL])), causal, masked)
+    documents = batch.documents[list(CAUSAL_ATTENTION)]
+    causal = int(documents.sum())
+    causal, other = (-(-count // _DOCUMENTS) * _DOCUMENTS for count in (causal, int(batch.documents.sum()) - causal))
+    return VarlenSizes(int(np.count_nonzero(documents)), causal, other)
 
 
 def score_targets(
@@ -88,7 +96,7 @@ def score_targets(
     logits = model(inputs.input_ids, inputs.document_ids, inputs.causal, positions, keys, sizes)
     labels = inputs.labels.flatten()[positions]
     used = torch.arange(slots, device=labels.device) < (inputs.labels != IGNORE_INDEX).sum()
-    objective = inputs.causal[torch.div(positions, inputs.labels.shape[1], rounding_mode="floor")].long()
+    objective = inputs.objective[torch.div(positions, inputs.labels.shape[1], rounding_mode="floor")]
     return target_scores(logits, labels.where(used, 0)), objective.where(used, -1)
 
 
@@ -96,12 +104,12 @@ def hybrid_loss(
     model: nn.Module,
     batch: RowBatch,
     options: MaskingOptions,
-    per_target: tuple[torch.Tensor | float, torch.Tensor | float],
+    per_target: Sequence[torch.Tensor | float],
     z_loss_weight: float,
     step_key: torch.Tensor,
     slots: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, ModelInputs]:
-    """A micro-batch's part of the global batch's loss, its sums [2, 4], and the inputs it was computed on.
+    """A micro-batch's part of the global batch's loss, its `sums_by_objective`, and the inputs it was computed on.
 
     per_target: LossWeights.per_target. slots: places for targets in the head, as many as there are if None.
     Parts of all micro-batches and ranks add up to the loss of the global batch, and so do their gradients. A
@@ -110,6 +118,6 @@ def hybrid_loss(
     inputs = batch.inputs(options)
     slots = int(batch.targets.sum()) if slots is None else slots
     scores, objective = score_targets(model, inputs, slots, dropout_keys(batch, step_key), varlen_sizes(batch))
-    weight = (objective == MASKED) * per_target[MASKED] + (objective == CAUSAL) * per_target[CAUSAL]
+    weight = reduce(add, [(objective == line) * weight for line, weight in enumerate(per_target)])
     loss = (weight * (scores[0] + z_loss_weight * scores[1])).sum()
     return loss, sums_by_objective(scores, objective), inputs

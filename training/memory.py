@@ -11,7 +11,8 @@ from collections.abc import Collection
 from itertools import pairwise
 
 from data.loader import micro_batch_rows
-from data.plan import CAUSAL, DataPlan, rows_of_rank
+from data.objectives import OBJECTIVES
+from data.plan import DataPlan, rows_of_rank
 from model import ModelConfig
 from training.config import TrainingConfig
 
@@ -46,15 +47,17 @@ def _largest_micro_batch(
 ) -> tuple[int, int, float]:
     """Tokens, row length and targets of the micro-batch of a step with the most targets.
 
-    That is one of the last rank, which is causal where ranks have one objective each, with its causal rows, which
-    follow the masked ones. Every token of a causal row is a target.
+    That is one of the last rank, which is causal where ranks have one objective each, with the rows of which the most
+    tokens are targets.
     """
-    at, rows = plan.step(step), [0, 0]
-    for share in rows_of_rank(at, world_size - 1, world_size, split):
-        rows[share.objective] = len(share)
-    taken = min(sum(rows), micro_batch_rows(config.local_batch_size, config.seq_length, at.seq_length))
-    causal = min(taken, rows[CAUSAL])
-    return taken * at.seq_length, at.seq_length, (causal + (taken - causal) * at.mask_p) * at.seq_length
+    at = plan.step(step)
+    parts = [(OBJECTIVES[part.objective], len(part)) for part in rows_of_rank(at, world_size - 1, world_size, split)]
+    room = micro_batch_rows(config.local_batch_size, config.seq_length, at.seq_length)
+    taken, targets = 0, 0.0
+    for fraction, rows in sorted(((each.target_fraction(at.mask_p), rows) for each, rows in parts), reverse=True):
+        rows = min(rows, room - taken)
+        taken, targets = taken + rows, targets + rows * fraction
+    return taken * at.seq_length, at.seq_length, targets * at.seq_length
 
 
 def _activations(

@@ -16,7 +16,7 @@ from typing import Any, TextIO, TypeGuard
 from tqdm import tqdm
 
 from data.atomic_io import json_lines, write_atomically
-from data.plan import OBJECTIVES
+from data.objectives import OBJECTIVE_NAMES
 from training.background import Background
 from training.config import ConfigError, TrainingConfig
 from training.distributed import World
@@ -238,8 +238,7 @@ class MetricLogger(NullLogger):
 
 
 _SHOWN = (
-    ("masked", "train/masked_loss"),
-    ("causal", "train/causal_loss"),
+    *((name, f"train/{name}_loss") for name in OBJECTIVE_NAMES),
     ("lr", "stats/learning_rate"),
 )
 
@@ -315,7 +314,7 @@ def _open_wandb(
     return run
 
 
-_NOT_LOGGED = {f"train/{objective}_perplexity" for objective in OBJECTIVES}
+_NOT_LOGGED = {f"train/{objective}_perplexity" for objective in OBJECTIVE_NAMES}
 _FALLING, _RISING = "min,last", "max,last"  # the best and the last value go into wandb's summary
 
 
@@ -330,7 +329,7 @@ def _define_metrics(run: Any) -> None:
     run.define_metric("stats/tokens_per_second", step_metric="step", summary="mean,last")
     run.define_metric("stats/mfu", step_metric="step", summary="mean,last")
     run.define_metric("stats/peak_memory_gib", step_metric="step", summary="max")
-    groups = [f"{prefix}{objective}_" for prefix in ("train/", "valid/", "valid/ema_") for objective in OBJECTIVES]
+    groups = [f"{prefix}{objective}_" for prefix in ("train/", "valid/", "valid/ema_") for objective in OBJECTIVE_NAMES]
     for group in ("train/", *groups):
         for measure, summary in (("loss", _FALLING), ("perplexity", _FALLING), ("accuracy", _RISING)):
             if f"{group}{measure}" not in _NOT_LOGGED:

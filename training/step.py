@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from data.counter_rng import signed
 from data.loader import BatchBuilder, RowBatch, StepBatch
 from data.masking import fingerprint
-from data.plan import CAUSAL, MASKED, DataPlan
+from data.objectives import OBJECTIVE_NAMES
+from data.plan import DataPlan
 from training.config import TrainingConfig
 from training.distributed import World
 from training.loss import loss_weights
@@ -20,30 +22,29 @@ from training.state import TrainState
 from training.step_metrics import InFlightStep, norms_by_role, now, to_host
 
 
-def agree(world: World, batch: StepBatch | None, wants_stop: bool, step: int) -> tuple[tuple[int, int], bool, bool]:
+def agree(world: World, batch: StepBatch | None, wants_stop: bool, step: int) -> tuple[list[int], bool, bool]:
     """Targets of the global batch by objective, whether any rank wants to stop, and whether all have their rows.
 
     batch: this rank's rows of global batch `step`, None where they are not ready. Summed by the hosts.
     """
     world.progress.step = step + 1
-    targets = [0, 0] if batch is None else batch.targets.tolist()
+    targets = [0] * len(OBJECTIVE_NAMES) if batch is None else batch.targets.tolist()
     counts = torch.tensor([*targets, int(wants_stop), int(batch is None)])
-    masked, causal, stops, missing = world.all_reduce(counts, "target counts").tolist()
+    *targets, stops, missing = world.all_reduce(counts, "target counts").tolist()
     world.progress.in_step = stops == 0  # a save may take longer than a step
-    return (masked, causal), stops > 0, missing == 0
+    return targets, stops > 0, missing == 0
 
 
 def train_step(
-    state: TrainState, batch: StepBatch, targets: tuple[int, int], config: TrainingConfig, plan: DataPlan
+    state: TrainState, batch: StepBatch, targets: Sequence[int], config: TrainingConfig, plan: DataPlan
 ) -> InFlightStep:
     """Forward, backward and update for one global batch.
 
     batch: this rank's rows. targets: of the whole global batch by objective (`agree`), by which losses are divided, so
     that gradients are sums over micro-batches and ranks.
     """
-    world, step, rows = state.world, batch.plan.step, batch.plan.rows
-    by_objective = (batch.plan.masked_rows, rows - batch.plan.masked_rows)
-    weights = loss_weights(by_objective, targets, config.token_weighted_loss)
+    world, step, rows = state.world, batch.plan.step, batch.plan.objective_rows
+    weights = loss_weights(rows, targets, config.token_weighted_loss)
     prints = torch.zeros((), dtype=torch.int64, device=world.device) if config.data_fingerprint else None
 
     state.forward_backward.begin(signed(plan.step_key(step)), weights.per_target)
@@ -72,12 +73,11 @@ def train_step(
     metrics = {
         "step": done,
         "stats/learning_rate": rate,
-        "stats/global_batch_size": rows,
+        "stats/global_batch_size": batch.plan.rows,
         "stats/seq_length": batch.plan.seq_length,
         "stats/mask_p": batch.plan.mask_p,
         "stats/tokens": plan.tokens_before(done),
-        "stats/masked_rows": by_objective[MASKED],
-        "stats/causal_rows": by_objective[CAUSAL],
+        **{f"stats/{name}_rows": count for name, count in zip(OBJECTIVE_NAMES, rows, strict=True)},
     }
     if world.device.type == "cuda":
         metrics["stats/peak_memory_gib"] = torch.cuda.max_memory_allocated(world.device) / 2**30

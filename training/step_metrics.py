@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from data.plan import CAUSAL, MASKED, OBJECTIVES, StepPlan
+from data.objectives import OBJECTIVE_NAMES
+from data.plan import StepPlan
 from data.wording import ranks_text
 from model import ModelConfig
 from training.distributed import World
@@ -27,14 +28,14 @@ class InFlightStep:
 
     metrics: what the host knows of it already. objective_weight: what a mean over each objective weighs in the loss.
     sums, fingerprint, extra: on the host, in memory that the device fills; to be read after `finished`.
-    sums: float64 [9], the objectives' [2, 4] and the norm of the gradients, added up over ranks: a norm is each rank's
-    own, and one that a single rank finds bad ends the run on all.
+    sums: float64 [4 * objectives + 1], `sums_by_objective` and the norm of the gradients, added up over ranks: a norm
+    is each rank's own, and one that a single rank finds bad ends the run on all.
     local_sums: the same of this rank alone, on the device, to find out which rank a bad value comes from.
     """
 
     plan: StepPlan
     metrics: dict[str, Any]
-    objective_weight: tuple[float, float]
+    objective_weight: tuple[float, ...]
     sums: torch.Tensor
     local_sums: torch.Tensor
     fingerprint: torch.Tensor | None
@@ -135,19 +136,19 @@ class AsyncStepMetrics:
         if pending.check is not None:
             pending.check.verify(self._world)
         record = dict(pending.metrics)
-        sums, norm = pending.sums[:-1].view(2, 4).tolist(), float(pending.sums[-1]) / self._world.size
+        sums = pending.sums[:-1].view(len(OBJECTIVE_NAMES), -1).tolist()
+        norm = float(pending.sums[-1]) / self._world.size
         if not all(math.isfinite(line[LOSS]) for line in sums) or not math.isfinite(norm):
             _raise_non_finite(pending, self._world)
         total = z_total = correct = count = 0.0
-        for objective, name in enumerate(OBJECTIVES):
-            part = sums[objective]
+        for name, part, weight in zip(OBJECTIVE_NAMES, sums, pending.objective_weight, strict=True):
             if part[COUNT] == 0:
                 continue
             mean = part[LOSS] / part[COUNT]
             record[f"train/{name}_loss"] = mean
             record[f"train/{name}_accuracy"] = part[CORRECT] / part[COUNT]
-            total += pending.objective_weight[objective] * mean
-            z_total += pending.objective_weight[objective] * part[SQUARED_LOG_Z] / part[COUNT]
+            total += weight * mean
+            z_total += weight * part[SQUARED_LOG_Z] / part[COUNT]
             correct, count = correct + part[CORRECT], count + part[COUNT]
         record["train/loss"], record["train/z_loss"] = total, z_total
         record["train/perplexity"] = math.exp(min(total, 700.0))
@@ -167,12 +168,12 @@ class AsyncStepMetrics:
 def _raise_non_finite(pending: InFlightStep, world: World) -> NoReturn:
     """Say which rank and objective a bad value came from; called by all ranks."""
     everyone = world.all_gather_objects(pending.local_sums.tolist(), "losses")  # of each rank as `sums`
-    losses = [[sums[:4][LOSS], sums[4:][LOSS]] for sums in everyone]
+    columns = len(everyone[0]) // len(OBJECTIVE_NAMES)
     bad = [
-        f"rank {rank}, {OBJECTIVES[objective]} objective: the summed loss is {losses[rank][objective]}"
-        for rank in range(world.size)
-        for objective in (MASKED, CAUSAL)
-        if not math.isfinite(losses[rank][objective])
+        f"rank {rank}, {name} objective: the summed loss is {loss}"
+        for rank, sums in enumerate(everyone)
+        for name, loss in zip(OBJECTIVE_NAMES, sums[LOSS:-1:columns], strict=True)
+        if not math.isfinite(loss)
     ]
     norms = {rank: sums[-1] for rank, sums in enumerate(everyone) if not math.isfinite(sums[-1])}
     step = pending.metrics["step"]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from data.loader import micro_batch_rows
-from data.plan import CAUSAL, MASKED, StepPlan
+from data.objectives import OBJECTIVES
+from data.plan import StepPlan
 from data.wording import count
 from model import ModelConfig
 from ops.reference import reference_parts
@@ -65,8 +66,8 @@ def flops_per_token(config: ModelConfig, row_length: int, target_fraction: float
 
 def target_fraction(plan: StepPlan) -> float:
     """Expected fraction of positions that have a target in a step."""
-    masked = plan.masked_rows / plan.rows
-    return masked * plan.mask_p + (1 - masked)
+    fractions = [objective.target_fraction(plan.mask_p) for objective in OBJECTIVES]
+    return sum(rows * fraction for rows, fraction in zip(plan.objective_rows, fractions, strict=True)) / plan.rows
 
 
 def _bytes(count: float) -> str:
@@ -78,9 +79,10 @@ def _batch_line(inputs: Inputs, step: int, world: World) -> str:
     per_micro = micro_batch_rows(inputs.config.local_batch_size, inputs.config.seq_length, plan.seq_length)
     largest = -(-plan.rows // world.size)
     pieces = -(-largest // per_micro)
+    parts = " + ".join(f"{rows:,} {each.name}" for each, rows in zip(OBJECTIVES, plan.objective_rows, strict=True))
     return (
-        f"{plan.rows:,} rows x {plan.seq_length} = {plan.tokens:,} tokens a step, {plan.masked_rows:,} masked + "
-        f"{plan.rows - plan.masked_rows:,} causal, {count(pieces, 'micro-batch')} of {per_micro} a device"
+        f"{plan.rows:,} rows x {plan.seq_length} = {plan.tokens:,} tokens a step, {parts}, "
+        f"{count(pieces, 'micro-batch')} of {per_micro} a device"
     )
 
 
@@ -96,7 +98,8 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
     """The start-up block. pairs: what --evaluate_data holds, in words."""
     config, plan, corpus, model = inputs.config, inputs.plan, inputs.corpus, inputs.model_config
     epoch_tokens = corpus.tokens_before_epoch(1)
-    epochs = [plan.objective_tokens(o) / epoch_tokens for o in (MASKED, CAUSAL)]
+    epochs = [plan.objective_tokens(number) / epoch_tokens for number in range(len(OBJECTIVES))]
+    reads = [f"{count:.2f}{' epochs' * (not number)} {OBJECTIVES[number].name}" for number, count in enumerate(epochs)]
     last = config.max_steps - 1
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     milestones = [f"warm-up to step {int(config.max_steps * config.warmup_proportion)}"]
@@ -108,6 +111,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
     ratio = f"{config.hybrid_numerator}/{config.hybrid_denominator}"
     if config.numerator_end not in (None, config.hybrid_numerator):
         ratio += f" -> {config.numerator_end}/{config.hybrid_denominator}"
+    others = "".join(f"{each.rows} {each.name}, of the others " for each in OBJECTIVES if each.rows)
     missing = kernel_report.missing(config, model, world.device)
     absent = {name for name, reason in missing.items() if reason}
     need = memory_estimate(config, model, plan, parameters, absent, world.size, split)
@@ -123,10 +127,10 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
         f"layers, {model.num_attention_heads} heads, vocabulary {model.vocab_size:,}, "
         f"{model.position_embedding} positions)",
         "data": f"{corpus.num_documents:,} documents, {epoch_tokens:,} tokens an epoch; this run reads "
-        f"{epochs[MASKED]:.2f} epochs masked and {epochs[CAUSAL]:.2f} causal",
+        + " and ".join(reads),
         "validation": _validation_line(inputs),
         "minimal pairs": pairs or "none (--evaluate_data)",
-        "objective": f"{ratio} of rows masked, masks {config.mask_p_start:g} -> {config.mask_p_end:g}, "
+        "objective": f"{others}{ratio} of rows masked, masks {config.mask_p_start:g} -> {config.mask_p_end:g}, "
         f"split {split}{hint}",
         "batch, start": _batch_line(inputs, 0, world),
         "batch, end": _batch_line(inputs, last, world),

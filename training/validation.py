@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from data.loader import ValidationSet, micro_batch_rows
-from data.plan import OBJECTIVES
+from data.objectives import OBJECTIVE_NAMES
 from training.distributed import World
 from training.forward_backward import padded_targets
 from training.inputs import Inputs
@@ -28,15 +28,15 @@ def validate(
     prefix: str,
     suffix: str = "",
 ) -> dict[str, float]:
-    """Metrics `PREFIXmasked_lossSUFFIX`, the same with `perplexity` and `accuracy`, and all of them for causal.
+    """Metrics `PREFIXmasked_lossSUFFIX`, the same with `perplexity` and `accuracy`, and all of them for each objective.
 
-    Masked: next-token prediction of 15 % masked tokens with masks that never change. The model's mode is restored.
+    Masked: 15 % of tokens, with masks that never change. The model's mode is restored.
     """
     was_training = model.training
     model.eval()
-    sums = torch.zeros(2, 4, dtype=torch.float64, device=world.device)
+    sums = torch.zeros(len(OBJECTIVE_NAMES), 4, dtype=torch.float64, device=world.device)
     rows = micro_batch_rows(local_batch_size, held_out.seq_length, held_out.seq_length)
-    for objective in range(len(OBJECTIVES)):
+    for objective in range(len(OBJECTIVE_NAMES)):
         for batch in held_out.batches(objective, world.rank, world.size, rows):
             inputs = batch.to(world.device).inputs(held_out.options)
             with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=autocast):
@@ -47,7 +47,7 @@ def validate(
     model.train(was_training)
     metrics = {}
     totals = world.to_host(world.all_reduce(sums, "validation losses")).tolist()
-    for name, (loss, _, correct, count) in zip(OBJECTIVES, totals, strict=True):
+    for name, (loss, _, correct, count) in zip(OBJECTIVE_NAMES, totals, strict=True):
         if count:
             metrics[f"{prefix}{name}_loss{suffix}"] = loss / count
             metrics[f"{prefix}{name}_perplexity{suffix}"] = math.exp(min(loss / count, 700.0))
@@ -86,10 +86,11 @@ def validation_line(metrics: dict[str, Any]) -> str:
     def losses(suffix: str) -> str:
         return ", ".join(
             f"{name} {metrics[f'valid/{name}_loss{suffix}']:.3f} (EMA {metrics[f'valid/ema_{name}_loss{suffix}']:.3f})"
-            for name in OBJECTIVES
+            for name in OBJECTIVE_NAMES
             if f"valid/{name}_loss{suffix}" in metrics
         )
 
     line = f"step {metrics['step']:>6}  validation loss: {losses('')}"
-    lengths = {found[1] for key in metrics if (found := re.fullmatch(r"valid/(?:masked|causal)_loss_(\d+)", key))}
+    longer = re.compile(rf"valid/(?:{'|'.join(OBJECTIVE_NAMES)})_loss_(\d+)")
+    lengths = {found[1] for key in metrics if (found := longer.fullmatch(key))}
     return "; ".join([line, *(f"in rows of {length}: {losses(f'_{length}')}" for length in sorted(lengths))])
