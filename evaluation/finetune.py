@@ -1,4 +1,4 @@
-"""Fine-tune a pretrained model on classification and regression tasks, in the manner of GLUE.
+"""Fine-tuning of a pretrained model on classification and regression tasks, in the manner of GLUE.
 
     python evaluation/finetune.py MODEL --tasks FOLDER --output glue.json
     python evaluation/finetune.py MODEL --train cola.train.jsonl --valid cola.valid.jsonl
@@ -66,9 +66,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--num_seeds", 3, "N", "final trainings, for mean and deviation (default: 3)")
     add("--selection_seeds", 1, "N", "trainings per learning rate for the choice of settings (default: 1)")
     add("--seed", 0, "N", "first seed (default: 0)")
-    add("--held_out", 0.1, "X", "share of train on which settings are chosen (default: 0.1)")
+    add("--held_out", 0.1, "X", "fraction of train on which settings are chosen (default: 0.1)")
     add("--weight_decay", 0.01, "X", "of AdamW (default: 0.01)")
-    add("--warmup_proportion", 0.06, "X", "share of the schedule with a rising learning rate (default: 0.06)")
+    add("--warmup_proportion", 0.06, "X", "fraction of the schedule with a rising learning rate (default: 0.06)")
     add("--max_gradient", 1.0, "X", "norm to which gradients are clipped (default: 1.0)")
     parser.add_argument(
         "--mixed_precision", action=argparse.BooleanOptionalAction, default=True,
@@ -91,16 +91,16 @@ def finetune(options: argparse.Namespace) -> None:
         raise UsageError(
             f"--output is {options.output}: it is a folder; give a file such as {options.output}/glue.json."
         )
-    usable = load(options.model, options.ema, options.device)
-    encoder = usable.model
+    loaded = load(options.model, options.ema, options.device)
+    encoder = loaded.model
     assert isinstance(encoder, LTGBert)
     if options.compile:
         compile_layers(encoder)
-    finetuner = Finetuner(encoder, usable.tokenizer, settings)
+    finetuner = Finetuner(encoder, loaded.tokenizer, settings)
     report: dict[str, Any] = {
         "model": str(options.model),
         "ema": options.ema,
-        "device": torch.cuda.get_device_name() if usable.device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if loaded.device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "settings": dataclasses.asdict(settings),
         "tasks": {},
@@ -126,9 +126,9 @@ def make_settings(options: argparse.Namespace) -> Settings:
         if not 0 < rate <= 1:
             raise UsageError(f"--learning_rates has {rate:g}: give numbers above 0 and up to 1, such as 3e-5.")
     if not 0 < options.held_out <= 0.5:
-        raise UsageError(f"--held_out is {options.held_out:g}: give a share above 0 and up to 0.5.")
+        raise UsageError(f"--held_out is {options.held_out:g}: give a fraction above 0 and up to 0.5.")
     if not 0 <= options.warmup_proportion < 1:
-        raise UsageError(f"--warmup_proportion is {options.warmup_proportion:g}: give a share from 0 to below 1.")
+        raise UsageError(f"--warmup_proportion is {options.warmup_proportion:g}: give a fraction from 0 to below 1.")
     if not 0 <= options.weight_decay < math.inf:
         raise UsageError(f"--weight_decay is {options.weight_decay:g}: give 0 or more.")
     if not options.max_gradient > 0:

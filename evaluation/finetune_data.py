@@ -18,7 +18,7 @@ from evaluation.generation import UsageError
 
 # How the texts of a task are made from a row's fields: the first of these whose fields the rows have. They are those
 # of GLUE and SuperGLUE; task.json's "texts" gives others.
-LAYOUTS = (
+TEMPLATES = (
     ("{word}: {sentence1}", "{sentence2}"),
     ("{sentence1}", "{sentence2}"),
     ("{premise}", "{hypothesis}"),
@@ -59,9 +59,9 @@ class Examples:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def subset(self, places: np.ndarray) -> Examples:
-        """The examples at `places`, in that order."""
-        return Examples([self.texts[place] for place in places], self.labels[places])
+    def subset(self, indices: np.ndarray) -> Examples:
+        """The examples at `indices`, in that order."""
+        return Examples([self.texts[index] for index in indices], self.labels[indices])
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ def read_task(name: str, train: Path, valid: Path, settings_path: Path | None = 
     return Task(name, classes, classes.index(positive) if classes else 0, metric, *examples)
 
 
-def split(examples: Examples, classes: int, share: float, seed: int) -> tuple[Examples, Examples]:
-    """What remains of the training examples, and a held-out part with `share` of each class, one at least.
+def split(examples: Examples, classes: int, fraction: float, seed: int) -> tuple[Examples, Examples]:
+    """The rest of the training examples, and a held-out part with `fraction` of each class, one at least.
 
     A pure function of its arguments; both parts keep the file's order.
     """
@@ -140,8 +140,8 @@ def split(examples: Examples, classes: int, share: float, seed: int) -> tuple[Ex
     groups = examples.labels if classes else np.zeros(len(examples), dtype=np.int64)
     key = fold(fold(seed, 1), len(examples))
     for group in np.unique(groups):
-        members = sorted(np.flatnonzero(groups == group).tolist(), key=lambda place: fold(key, place))
-        held_out[members[: min(len(members) - 1, max(1, round(share * len(members))))]] = True
+        members = sorted(np.flatnonzero(groups == group).tolist(), key=lambda index: fold(key, index))
+        held_out[members[: min(len(members) - 1, max(1, round(fraction * len(members))))]] = True
     return examples.subset(np.flatnonzero(~held_out)), examples.subset(np.flatnonzero(held_out))
 
 
@@ -193,9 +193,9 @@ def _rows(path: Path, fewest: int) -> list[tuple[int, dict[str, Any]]]:
 def _templates(path: Path, fields: set[str], settings: dict[str, Any]) -> tuple[str, ...]:
     if "texts" in settings:
         return tuple(settings["texts"])
-    for layout in LAYOUTS:
-        if all(field in fields for text in layout for field in _FIELD.findall(text)):
-            return layout
+    for templates in TEMPLATES:
+        if all(field in fields for text in templates for field in _FIELD.findall(text)):
+            return templates
     for having, form in _OTHER_FORMS:
         if having <= fields:
             raise TaskError(

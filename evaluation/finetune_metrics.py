@@ -1,4 +1,4 @@
-"""The measures of GLUE (Wang et al., 2019), exact, from predictions and labels: NumPy arrays of one length n >= 1."""
+"""Measures of GLUE (Wang et al., 2019), exact, from predictions and labels: NumPy arrays of one length n >= 1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ REGRESSION = ("pearson", "spearman")
 
 
 def accuracy(predicted: np.ndarray, labels: np.ndarray) -> float:
-    """Share of equal entries."""
+    """Fraction of equal entries."""
     return float(np.mean(predicted == labels))
 
 

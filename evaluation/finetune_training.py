@@ -1,4 +1,4 @@
-"""Fine-tuning itself: the head, batches, one training run, and the choice of learning rate and number of epochs.
+"""Fine-tuning runs: the head, batches, one training run, and the choice of learning rate and number of epochs.
 
 Everything random is a function of a seed: the head's first weights, the order of examples, and dropout.
 """
@@ -23,8 +23,8 @@ from model import LTGBert, ModelConfig
 from ops.dropout import DropoutKeys, dropout, dropout_states, token_keys
 from training.optimizers import clip_gradients, make_optimizer
 
-_HEAD_SITE = 1  # the place of dropout in the language modelling head, which fine-tuning does not use
-_POOL = 16  # batches among which examples of similar length meet
+_HEAD_SITE = 1  # dropout's site in the language modelling head, which fine-tuning does not use
+_POOL = 16  # batches among which examples are sorted by length
 _CUDA_LENGTH, _CPU_LENGTH = 32, 4  # row lengths are multiples of this: few shapes for kernels, little padding on a CPU
 _CUDA_TOKENS, _CPU_TOKENS = 32768, 2048  # of a batch in which nothing is learned
 
@@ -33,7 +33,7 @@ _CUDA_TOKENS, _CPU_TOKENS = 32768, 2048  # of a batch in which nothing is learne
 class Settings:
     """How tasks are fine-tuned. Learning rates and epochs up to `epochs` are candidates; seeds are `seed` and on.
 
-    warmup is a share of all steps, held_out one of train. bf16: autocast, on CUDA.
+    warmup is a fraction of all steps, held_out one of train. bf16: autocast, on CUDA.
     """
 
     learning_rates: tuple[float, ...]
@@ -141,23 +141,23 @@ def encode(examples: Examples, tokenizer: Tokenizer, max_length: int) -> Encoded
 
 
 def epoch_batches(lengths: Sequence[int], batch_size: int, key: int) -> list[np.ndarray]:
-    """Places of the examples of each batch: a random order in which batches hold examples of similar length."""
+    """Indices of the examples of each batch: a random order in which batches hold examples of similar length."""
     order = np.argsort(fold_numpy(key, np.arange(len(lengths))), kind="stable")
     pool = _POOL * batch_size
     pools = [order[start : start + pool] for start in range(0, len(order), pool)]
     by_length = [part[np.argsort(np.asarray(lengths)[part], kind="stable")] for part in pools]
     batches = [part[start : start + batch_size] for part in by_length for start in range(0, len(part), batch_size)]
-    return [batches[place] for place in np.argsort(fold_numpy(fold(key, -1), np.arange(len(batches))), kind="stable")]
+    return [batches[index] for index in np.argsort(fold_numpy(fold(key, -1), np.arange(len(batches))), kind="stable")]
 
 
 def token_batches(lengths: Sequence[int], tokens: int) -> list[np.ndarray]:
-    """Places of the examples of each batch, by length, of at most so many tokens with padding (or one example)."""
+    """Indices of the examples of each batch, by length, of at most so many tokens with padding (or one example)."""
     batches: list[np.ndarray] = []
     begin, order = 0, np.argsort(np.asarray(lengths), kind="stable")
-    for place in range(1, len(order) + 1):
-        if place == len(order) or (place + 1 - begin) * lengths[order[place]] > tokens:
-            batches.append(order[begin:place])
-            begin = place
+    for index in range(1, len(order) + 1):
+        if index == len(order) or (index + 1 - begin) * lengths[order[index]] > tokens:
+            batches.append(order[begin:index])
+            begin = index
     return batches
 
 
@@ -172,7 +172,7 @@ def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Te
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
-    """Rate of a step, counted from 0: linear from near 0 to `peak` over the share `warmup` of all steps, then to 0."""
+    """Rate of a step, counted from 0: linear up to `peak` over the fraction `warmup` of all steps, then down to 0."""
     first = max(1, round(steps * warmup))
     return peak * min((step + 1) / first, (steps - step) / max(1, steps - first + 1))
 
@@ -232,13 +232,13 @@ class Finetuner:
         for epoch in range(epochs):
             model.train()
             total = torch.zeros((), device=self.device)
-            for places in epoch_batches(lengths, settings.batch_size, fold(fold(seed, 2), epoch)):
+            for indices in epoch_batches(lengths, settings.batch_size, fold(fold(seed, 2), epoch)):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, per_epoch * settings.epochs, rate, settings.warmup)
-                keys = self._dropout_keys(places, seed, step)
-                outputs = self._outputs(model, [train.rows[place] for place in places], keys)
-                wanted = targets[places].to(self.device)
-                loss = F.mse_loss(outputs[:, 0], wanted) if regression else F.cross_entropy(outputs, wanted)
+                keys = self._dropout_keys(indices, seed, step)
+                outputs = self._outputs(model, [train.rows[index] for index in indices], keys)
+                labels = targets[indices].to(self.device)
+                loss = F.mse_loss(outputs[:, 0], labels) if regression else F.cross_entropy(outputs, labels)
                 loss.backward()
                 clip_gradients([p for p in model.parameters() if p.grad is not None], settings.max_gradient)
                 optimizer.step()
@@ -259,7 +259,7 @@ class Finetuner:
         model.eval()
         limit = _CUDA_TOKENS if self.device.type == "cuda" else _CPU_TOKENS
         batches = token_batches([len(row) for row in test.rows], limit)
-        parts = [self._outputs(model, [test.rows[place] for place in batch], None) for batch in batches]
+        parts = [self._outputs(model, [test.rows[index] for index in batch], None) for batch in batches]
         scores = torch.cat(parts).double().cpu().numpy()
         return scores[np.argsort(np.concatenate(batches), kind="stable")]
 
@@ -274,7 +274,7 @@ class Finetuner:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bf16):
             return model(*pad(rows, self.device), keys)
 
-    def _dropout_keys(self, places: np.ndarray, seed: int, step: int) -> DropoutKeys:
-        rows = fold_numpy(fold(fold(seed, 3), step), places).view(np.int64)
+    def _dropout_keys(self, indices: np.ndarray, seed: int, step: int) -> DropoutKeys:
+        rows = fold_numpy(fold(fold(seed, 3), step), indices).view(np.int64)
         step_key = torch.tensor(signed(fold(fold(seed, 4), step)), device=self.device)
         return DropoutKeys(torch.from_numpy(rows).to(self.device), step_key)

@@ -1,4 +1,4 @@
-"""Score a model on minimal pairs, such as BLiMP: which of two sentences does it find more probable?
+"""Minimal pairs, such as BLiMP: which of two sentences does a model find more probable?
 
     python evaluation/minimal_pairs.py MODEL --data blimp/ supplement/ --mode all --output scores.json --plot scores.png
 
@@ -35,14 +35,14 @@ from evaluation.pair_accuracy import (
     Pair,
     PairScorer,
     PairSet,
+    accuracy,
     by_group,
     chosen_modes,
+    correctness,
     grouping_fields,
     mean_of_paradigms,
     objectives,
     read_pair_sets,
-    rightness,
-    share,
 )
 from evaluation.scoring import (
     add_scoring_flags,
@@ -104,11 +104,11 @@ def evaluate(options: argparse.Namespace) -> None:
     model, modes = load_for_scoring(options), chosen_modes(options.mode)
     temperatures = TEMPERATURES if options.select_temperature else (options.temperature,)
 
-    scorer = PairScorer(sets, model.usable.tokenizer, model.special)
+    scorer = PairScorer(sets, model.loaded.tokenizer, model.special)
     total = sum(count_tokens(scorer.sentences, name == "causal") for name in objectives(modes))
     with enough_memory(), tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
         scores = scorer.scores(
-            model, modes, model.world, model.layout, autocast=model.autocast, word_l2r=options.word_l2r,
+            model, modes, model.world, model.shape, autocast=model.autocast, word_l2r=options.word_l2r,
             temperatures=temperatures, progress=bar.update,
         )  # fmt: skip
 
@@ -166,13 +166,13 @@ def summarise(
     if selects:
         found["pairs_for_temperature"] = int(chosen_on.sum())
     for mode, values in scores.items():
-        right = rightness(values)
+        right = correctness(values)
         best = 0
         if selects:
             choosing = [pair for pair, used in zip(pairs, chosen_on, strict=True) if used]
             best = select_temperature(choosing, right[:, chosen_on], temperatures)
         ties = int((right[best, ~chosen_on] == 0.5).sum())
-        entry = {"temperature": temperatures[best], "ties": ties, **shares(reported, right[best, ~chosen_on])}
+        entry = {"temperature": temperatures[best], "ties": ties, **accuracies(reported, right[best, ~chosen_on])}
         if selects:
             at_one = right[list(temperatures).index(1.0), ~chosen_on]
             entry["mean_at_temperature_1"] = as_json(mean_of_paradigms(reported, at_one))
@@ -180,15 +180,15 @@ def summarise(
     return found
 
 
-def shares(pairs: Sequence[Pair], right: np.ndarray) -> dict[str, Any]:
+def accuracies(pairs: Sequence[Pair], right: np.ndarray) -> dict[str, Any]:
     """All results of pairs, right 1, wrong 0, tied 0.5 ([n]), as JSON."""
     groups = {}
     for field in grouping_fields(pairs):
-        having = [index for index, pair in enumerate(pairs) if field in pair.facts]
-        groups[field] = by_group([str(pairs[index].facts[field]) for index in having], right[having])
+        having = [index for index, pair in enumerate(pairs) if field in pair.fields]
+        groups[field] = by_group([str(pairs[index].fields[field]) for index in having], right[having])
     return {
         "mean": as_json(mean_of_paradigms(pairs, right)),
-        "all": as_json(share(right)),
+        "all": as_json(accuracy(right)),
         "groups": {field: {name: as_json(found) for name, found in of.items()} for field, of in groups.items()},
         "paradigms": {
             name: as_json(found) for name, found in by_group([pair.paradigm for pair in pairs], right).items()
@@ -197,7 +197,7 @@ def shares(pairs: Sequence[Pair], right: np.ndarray) -> dict[str, Any]:
 
 
 def as_json(found: Accuracy) -> dict[str, float]:
-    """A share and its 95 % interval."""
+    """An accuracy and its 95 % interval."""
     return {"accuracy": found.value, "low": found.low, "high": found.high, "pairs": found.pairs}
 
 

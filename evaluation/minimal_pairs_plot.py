@@ -1,4 +1,4 @@
-"""The picture of minimal_pairs.py: accuracy by phenomenon and mode with 95 % intervals, one panel per set."""
+"""Plot of minimal pairs: accuracy by phenomenon and mode with 95 % intervals, one panel per set."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         figure, axes = pyplot.subplots(
             len(panels), 1, figsize=size, squeeze=False, layout="constrained", height_ratios=heights, sharex=True
         )
-        for place, (name, rows) in zip(axes[:, 0], panels.items(), strict=True):
-            _draw_set(place, name, rows, results["sets"][name])
+        for panel, (name, rows) in zip(axes[:, 0], panels.items(), strict=True):
+            _draw_set(panel, name, rows, results["sets"][name])
         axes[-1, 0].set_xlabel("accuracy in %, with 95 % intervals")
         axes[0, 0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0.2)
         try:
@@ -56,7 +56,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def _rows(found: dict[str, Any]) -> list[tuple[str, dict[str, dict[str, float]]]]:
-    """Labels with each mode's share: the mean of files, then phenomena, or files where a set names no phenomena."""
+    """Labels with each mode's accuracy: the mean of files, then phenomena, or files where a set names no phenomena."""
     modes = found["modes"]
     first = next(iter(modes.values()))
     field = PHENOMENON if PHENOMENON in first["groups"] else None
@@ -80,9 +80,9 @@ def _draw_set(
         ]
         temperature = found["modes"][mode]["temperature"]
         label = mode if temperature == 1 else f"{mode}, T={temperature:g}"
-        places = [row + shift for row in range(len(rows))]
+        y = [row + shift for row in range(len(rows))]
         style = {"fmt": _MARKS[mode], "color": _COLOURS[mode], "ms": 5, "elinewidth": 1.3, "label": label}
-        axes.errorbar(x, places, xerr=reach, **style)
+        axes.errorbar(x, y, xerr=reach, **style)
     axes.axvline(50, color=PALE, lw=1, ls=(0, (3, 2)))
     axes.axhline(0.5, color=INK, lw=0.6)
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])

@@ -1,8 +1,8 @@
-"""Minimal pairs: does the model find the acceptable sentence of two more probable?
+"""Minimal-pair accuracy: does the model find the acceptable sentence of two more probable?
 
 Files hold a JSON object a line with `sentence_good` and `sentence_bad`, as BLiMP (Warstadt et al., 2020) and its BabyLM
 supplement do; other fields are kept for grouping. A sentence's score is the sum of its tokens' log-probabilities
-(sentence_scores.py): `causal`, `masked` (each token masked in turn), or `fused`, the mean of both, which is their
+(token_log_probs.py): `causal`, `masked` (each token masked in turn), or `fused`, the mean of both, which is their
 average in log space token by token. A pair is right where the good sentence's score is above the other's, and half
 right where both are equal.
 """
@@ -43,17 +43,17 @@ _Z = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
 
 @dataclass(frozen=True)
 class Pair:
-    """Two sentences. paradigm: the name of the file. facts: its other fields."""
+    """Two sentences. paradigm: the name of the file. fields: its other fields."""
 
     paradigm: str
     good: str
     bad: str
-    facts: Mapping[str, Any]
+    fields: Mapping[str, Any]
 
     @property
     def phenomenon(self) -> str:
         """What BLiMP calls the linguistic phenomenon; the paradigm where a pair does not say."""
-        return str(self.facts.get(PHENOMENON, self.paradigm))
+        return str(self.fields.get(PHENOMENON, self.paradigm))
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PairSet:
 
 
 class Accuracy(NamedTuple):
-    """A share in 0..1 with its 95 % interval, and the number of pairs it is of."""
+    """A fraction in 0..1 with its 95 % interval, and the number of pairs it is of."""
 
     value: float
     low: float
@@ -128,15 +128,15 @@ def _read_pair(line: str, path: Path, number: int, flag: str) -> Pair:
             sentence.encode()
         except UnicodeEncodeError:
             raise ConfigError(f'{flag}: {path}, line {number}: "{key}" has half a surrogate pair') from None
-    facts = {key: fact for key, fact in value.items() if key not in _SENTENCES}
-    return Pair(path.stem, value[_SENTENCES[0]], value[_SENTENCES[1]], facts)
+    fields = {key: content for key, content in value.items() if key not in _SENTENCES}
+    return Pair(path.stem, value[_SENTENCES[0]], value[_SENTENCES[1]], fields)
 
 
 # Scoring
 
 
 class PairScorer:
-    """Sets of pairs, tokenised once, to be scored by models as often as wanted."""
+    """Sets of pairs, tokenised once, to be scored by models any number of times."""
 
     def __init__(self, sets: Sequence[PairSet], tokenizer: Tokenizer, special: SpecialIds) -> None:
         self.sets, self.special = tuple(sets), special
@@ -148,7 +148,7 @@ class PairScorer:
         model: Model,
         modes: Iterable[str],
         world: World,
-        layout: BatchShape,
+        shape: BatchShape,
         *,
         autocast: bool,
         word_l2r: bool = False,
@@ -162,7 +162,7 @@ class PairScorer:
         sums: dict[str, np.ndarray] = {}
         for name in objectives(modes):
             by_token = token_scores(
-                model, self.sentences, self.special, world, layout, causal=name == "causal", autocast=autocast,
+                model, self.sentences, self.special, world, shape, causal=name == "causal", autocast=autocast,
                 word_l2r=word_l2r, temperatures=temperatures, progress=progress,
             )  # fmt: skip
             sums[name] = sentence_sums(self.sentences, by_token)
@@ -174,8 +174,8 @@ class PairScorer:
 
 def objectives(modes: Iterable[str]) -> list[str]:
     """The objectives whose scores `modes` need."""
-    wanted = {part for mode in modes for part in (("masked", "causal") if mode == "fused" else (mode,))}
-    return [name for name in MODES if name in wanted]
+    needed = {part for mode in modes for part in (("masked", "causal") if mode == "fused" else (mode,))}
+    return [name for name in MODES if name in needed]
 
 
 def chosen_modes(mode: str) -> tuple[str, ...]:
@@ -186,51 +186,51 @@ def chosen_modes(mode: str) -> tuple[str, ...]:
 # Results
 
 
-def rightness(scores: np.ndarray) -> np.ndarray:
+def correctness(scores: np.ndarray) -> np.ndarray:
     """1.0 where the good sentence of a pair has the higher score, 0.5 where both have the same; [..., 2] -> [...]."""
     good, bad = scores[..., 0], scores[..., 1]
     return (good > bad) + 0.5 * (good == bad)
 
 
-def share(right: np.ndarray) -> Accuracy:
-    """Share of right ones in [n], each 0 to 1, with Wilson's (1927) score interval, which also holds near 0 and 1."""
+def accuracy(right: np.ndarray) -> Accuracy:
+    """Mean of [n], each 0 to 1, with Wilson's (1927) score interval, which also holds near 0 and 1."""
     n, p = len(right), float(right.mean())
     centre, scale = (p + _Z**2 / (2 * n)) / (1 + _Z**2 / n), _Z / (1 + _Z**2 / n)
     half = scale * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2))
     return Accuracy(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)), n)
 
 
-def mean_share(shares: Sequence[Accuracy]) -> Accuracy:
-    """Mean of independent shares; its interval is recovered from theirs (MOVER: Zou and Donner, 2008)."""
-    k, p = len(shares), sum(s.value for s in shares) / len(shares)
-    below = math.sqrt(sum((s.value - s.low) ** 2 for s in shares)) / k
-    above = math.sqrt(sum((s.high - s.value) ** 2 for s in shares)) / k
-    return Accuracy(p, max(0.0, p - below), min(1.0, p + above), sum(s.pairs for s in shares))
+def mean_accuracy(accuracies: Sequence[Accuracy]) -> Accuracy:
+    """Mean of independent accuracies; its interval is recovered from theirs (MOVER: Zou and Donner, 2008)."""
+    k, p = len(accuracies), sum(s.value for s in accuracies) / len(accuracies)
+    below = math.sqrt(sum((s.value - s.low) ** 2 for s in accuracies)) / k
+    above = math.sqrt(sum((s.high - s.value) ** 2 for s in accuracies)) / k
+    return Accuracy(p, max(0.0, p - below), min(1.0, p + above), sum(s.pairs for s in accuracies))
 
 
 def by_group(names: Sequence[str], right: np.ndarray) -> dict[str, Accuracy]:
-    """The share of right pairs ([n], each 0 to 1) under each of names [n], in order of first appearance."""
+    """The fraction of right pairs ([n], each 0 to 1) under each of names [n], in order of first appearance."""
     members: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         members.setdefault(name, []).append(index)
-    return {name: share(right[index]) for name, index in members.items()}
+    return {name: accuracy(right[index]) for name, index in members.items()}
 
 
 def mean_of_paradigms(pairs: Sequence[Pair], right: np.ndarray) -> Accuracy:
     """The headline number of BLiMP: every file weighs the same."""
-    return mean_share(list(by_group([pair.paradigm for pair in pairs], right).values()))
+    return mean_accuracy(list(by_group([pair.paradigm for pair in pairs], right).values()))
 
 
 def grouping_fields(pairs: Sequence[Pair]) -> list[str]:
     """Fields that put pairs into groups: text or yes/no, a few values, and other groups than the files."""
-    fields = list(dict.fromkeys(key for pair in pairs for key in pair.facts))
+    fields = list(dict.fromkeys(key for pair in pairs for key in pair.fields))
     found = []
     for field in fields:
-        having = [pair for pair in pairs if field in pair.facts]
-        if not all(isinstance(pair.facts[field], str | bool) for pair in having):
+        having = [pair for pair in pairs if field in pair.fields]
+        if not all(isinstance(pair.fields[field], str | bool) for pair in having):
             continue
-        values = {pair.facts[field] for pair in having}
-        splits = len({(pair.facts[field], pair.paradigm) for pair in having}) > len({p.paradigm for p in having})
+        values = {pair.fields[field] for pair in having}
+        splits = len({(pair.fields[field], pair.paradigm) for pair in having}) > len({p.paradigm for p in having})
         joins = len(values) < len({pair.paradigm for pair in having})
         if 1 < len(values) <= min(_MOST_VALUES, len(having) // 2) and (splits or joins):
             found.append(field)
@@ -241,20 +241,20 @@ def grouping_fields(pairs: Sequence[Pair]) -> list[str]:
 
 
 def evaluate_pairs(
-    model: nn.Module, scorer: PairScorer, world: World, layout: BatchShape, mode: str, autocast: bool
+    model: nn.Module, scorer: PairScorer, world: World, shape: BatchShape, mode: str, autocast: bool
 ) -> dict[str, float]:
-    """Metrics `eval/MODE/SET` (mean of the set's files) and `eval/MODE/SET/PHENOMENON`, shares of pairs in 0..1.
+    """Metrics `eval/MODE/SET` (mean of the set's files) and `eval/MODE/SET/PHENOMENON`, accuracies in 0..1.
 
     mode: one of MODES or "all". All ranks take part. The model's mode (training or not) is restored.
     """
     was_training = model.training
     model.eval()
     modes, metrics = chosen_modes(mode), {}
-    scores = scorer.scores(model, modes, world, layout, autocast=autocast)
+    scores = scorer.scores(model, modes, world, shape, autocast=autocast)
     model.train(was_training)
     for name in modes:
         for each, values in zip(scorer.sets, scores[name], strict=True):
-            right = rightness(values[0])
+            right = correctness(values[0])
             metrics[f"eval/{name}/{each.name}"] = mean_of_paradigms(each.pairs, right).value
             groups = by_group([pair.phenomenon for pair in each.pairs], right)
             metrics |= {f"eval/{name}/{each.name}/{group}": found.value for group, found in groups.items()}
@@ -262,7 +262,7 @@ def evaluate_pairs(
 
 
 def pairs_line(metrics: Mapping[str, Any], scorer: PairScorer) -> str:
-    """What the console says of `evaluate_pairs`' metrics, which hold `step` too."""
+    """The console's line of `evaluate_pairs`' metrics, which hold `step` too."""
     parts = []
     for each in scorer.sets:
         values = [(mode, metrics.get(f"eval/{mode}/{each.name}")) for mode in MODES]
@@ -310,5 +310,5 @@ class PairAccuracy:
         return {"step": state.step, "stats/tokens": tokens, **found}
 
     def line(self, metrics: Mapping[str, Any]) -> str:
-        """What the console says of `measure`'s metrics."""
+        """The console's line of `measure`'s metrics."""
         return pairs_line(metrics, self.scorer)

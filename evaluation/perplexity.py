@@ -76,7 +76,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--every_token", action="store_true", help="masked: mask each token in turn (slow: a row for every token)"
     )
     parser.add_argument("--seq_length", type=int, default=512, metavar="N", help="tokens per row (default: 512)")
-    parser.add_argument("--mask_p", type=float, default=0.15, metavar="X", help="masked share (default: 0.15)")
+    parser.add_argument("--mask_p", type=float, default=0.15, metavar="X", help="masked fraction (default: 0.15)")
     parser.add_argument(
         "--text_field", default="text", metavar="NAME", help='of objects in .jsonl files (default: "text")'
     )
@@ -90,7 +90,7 @@ def evaluate(options: argparse.Namespace) -> None:
     if options.seq_length < 8:
         raise UsageError(f"--seq_length is {options.seq_length}: give 8 or more.")
     if not 0 < options.mask_p <= 1:
-        raise UsageError(f"--mask_p is {options.mask_p:g}: give a share above 0 and up to 1.")
+        raise UsageError(f"--mask_p is {options.mask_p:g}: give a fraction above 0 and up to 1.")
     check_output(options.output, "--output")
     texts = {path: None if is_shards(Path(path)) else read_documents(path, options.text_field) for path in options.data}
     model = load_for_scoring(options)
@@ -120,10 +120,10 @@ def is_shards(path: Path) -> bool:
 
 def read_documents(path: str, text_field: str) -> list[str]:
     """The documents of a file or of all files in a folder. Raises UsageError, naming file and line."""
-    place = Path(path)
-    files = [place]
-    if place.is_dir():
-        inside = sorted(place.iterdir())
+    source = Path(path)
+    files = [source]
+    if source.is_dir():
+        inside = sorted(source.iterdir())
         files = [file for file in inside if file.is_file() and not file.name.startswith(".")]
         if left := sorted(set(inside).difference(files)):
             print(f"note: in --data {path} folders and hidden files are not read: {len(left)}, such as {left[0].name}")
@@ -167,7 +167,7 @@ def open_corpus(
     model: ScoringModel, path: str, documents: list[str] | None, folder: Path, options: argparse.Namespace
 ) -> Corpus:
     """Shards as they are; documents through a shard of their own in `folder`. Raises UsageError."""
-    tokenizer, special = model.usable.tokenizer, model.special
+    tokenizer, special = model.loaded.tokenizer, model.special
     words = tokenizer.get_vocab_size()
     saved = folder / "tokenizer.json"
     tokenizer.save(str(saved))
@@ -175,10 +175,10 @@ def open_corpus(
     try:
         if documents is not None:
             encoded = [np.array(e.ids) for e in tokenizer.encode_batch(documents, add_special_tokens=False)]
-            place = folder / f"text{SHARD_SUFFIX}"
-            place.unlink(missing_ok=True)
-            write_shard(place, encoded, tokenizer_hash=min(known), vocab_size=words)
-            return Corpus(place, tokenizer_hash=None, bos_id=special.bos, eos_id=special.eos)
+            shard = folder / f"text{SHARD_SUFFIX}"
+            shard.unlink(missing_ok=True)
+            write_shard(shard, encoded, tokenizer_hash=min(known), vocab_size=words)
+            return Corpus(shard, tokenizer_hash=None, bos_id=special.bos, eos_id=special.eos)
         corpus = Corpus(path, tokenizer_hash=None, bos_id=special.bos, eos_id=special.eos)
     except (ShardError, CorpusError) as error:
         raise UsageError(f"--data: {error}") from None
@@ -194,7 +194,7 @@ def measure(
     model: ScoringModel, corpus: Corpus, options: argparse.Namespace, documents: list[str] | None
 ) -> dict[str, Any]:
     """All results of a corpus as JSON; `documents`: its text where that is at hand."""
-    words, size = count_text(documents) if documents is not None else count_decoded(model.usable, corpus)
+    words, size = count_text(documents) if documents is not None else count_decoded(model.loaded, corpus)
     found: dict[str, Any] = {
         "documents": corpus.num_documents,
         "tokens": corpus.num_tokens,
@@ -204,7 +204,7 @@ def measure(
     modes = ("masked", "causal") if options.mode == "all" else (options.mode,)
     flags = training_flags(Path(options.model))
     masks = MaskingOptions(
-        vocab_size=model.usable.tokenizer.get_vocab_size(),
+        vocab_size=model.loaded.tokenizer.get_vocab_size(),
         mask_id=model.special.mask,
         bos_id=model.special.bos,
         pad_id=model.special.pad,
@@ -214,10 +214,10 @@ def measure(
         row_start=rows_begin_with_bos(flags),
     )
     held_out = ValidationSet(corpus, masks, options.seq_length, mask_p=options.mask_p)
-    rows = max(1, model.layout.rows * model.layout.length // options.seq_length)
+    rows = max(1, model.shape.rows * model.shape.length // options.seq_length)
     metrics = {}
     if modes != ("masked",) or not options.every_token:
-        metrics = validate(cast(nn.Module, model.usable.model), held_out, model.world, rows, model.autocast, "")
+        metrics = validate(cast(nn.Module, model.loaded.model), held_out, model.world, rows, model.autocast, "")
     for mode in modes:
         predicted = corpus.num_tokens
         if mode == "masked" and options.every_token:
@@ -243,14 +243,14 @@ def count_text(documents: Sequence[str]) -> tuple[int, int]:
     return sum(len(text.split()) for text in documents), sum(len(text.encode()) for text in documents)
 
 
-def count_decoded(usable: LoadedModel, corpus: Corpus) -> tuple[int, int]:
+def count_decoded(loaded: LoadedModel, corpus: Corpus) -> tuple[int, int]:
     """The same for a tokenised corpus."""
     words = size = 0
     for shard in corpus.shards:
         for first in range(0, shard.num_documents, _DECODED_AT_ONCE):
             some = range(first, min(first + _DECODED_AT_ONCE, shard.num_documents))
             ids = [shard.document(index).tolist() for index in some]
-            more = count_text(usable.tokenizer.decode_batch(ids, skip_special_tokens=False))
+            more = count_text(loaded.tokenizer.decode_batch(ids, skip_special_tokens=False))
             words, size = words + more[0], size + more[1]
     return words, size
 
@@ -261,7 +261,7 @@ def every_token_loss(model: ScoringModel, corpus: Corpus, seq_length: int, row_s
     total = count_tokens(sentences, causal=False)
     with tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
         scores = token_scores(
-            model, sentences, model.special, model.world, model.layout, causal=False, autocast=model.autocast,
+            model, sentences, model.special, model.world, model.shape, causal=False, autocast=model.autocast,
             progress=bar.update,
         )  # fmt: skip
     return -float(scores.sum(dtype=np.float64)) / corpus.num_tokens

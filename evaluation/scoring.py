@@ -1,4 +1,4 @@
-"""What minimal_pairs.py and perplexity.py share: a loaded model as the scoring functions take it, and flags."""
+"""Scoring models for minimal_pairs.py and perplexity.py: a loaded model as the scoring functions take it, and flags."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _LOGITS = 1 << 28  # of a causal batch: 1 GiB in float32
 class ScoringModel:
     """A model to score texts with, alone on its device."""
 
-    usable: LoadedModel
+    loaded: LoadedModel
     special: SpecialIds
     world: World
     autocast: bool
-    layout: BatchShape
+    shape: BatchShape
 
     def __call__(self, input_ids: Tensor, document_ids: Tensor, causal: bool, positions: Tensor) -> Tensor:
         """Logits [M, V] at flat positions [M] of rows [R, T]."""
-        hidden = self.usable.model.encode(input_ids, document_ids, causal)
-        return self.usable.model.predict(hidden.flatten(0, 1).index_select(0, positions))
+        hidden = self.loaded.model.encode(input_ids, document_ids, causal)
+        return self.loaded.model.predict(hidden.flatten(0, 1).index_select(0, positions))
 
 
 def add_scoring_flags(parser: Parser, document_end: bool | None) -> None:
@@ -67,45 +67,45 @@ def check_scoring_flags(options: argparse.Namespace) -> None:
 
 def load_for_scoring(options: argparse.Namespace) -> ScoringModel:
     """Load the model that the flags name. Raises UsageError, CheckpointError, ConfigError or ModelConfigError."""
-    usable = load(options.model, options.ema, options.device)
-    usable.tokenizer.no_padding()
-    usable.tokenizer.no_truncation()
+    loaded = load(options.model, options.ema, options.device)
+    loaded.tokenizer.no_padding()
+    loaded.tokenizer.no_truncation()
     flags = training_flags(Path(options.model))
     ends = bool(flags.get("document_end", True)) if options.document_end is None else options.document_end
     special = SpecialIds(
-        bos=usable.token_id("<s>"),
-        eos=usable.token_id("</s>") if ends else None,
-        pad=usable.token_id("<pad>"),
-        mask=usable.token_id("<mask>"),
+        bos=loaded.token_id("<s>"),
+        eos=loaded.token_id("</s>") if ends else None,
+        pad=loaded.token_id("<pad>"),
+        mask=loaded.token_id("<mask>"),
     )
-    on_cuda = usable.device.type == "cuda"
+    on_cuda = loaded.device.type == "cuda"
     autocast = on_cuda if options.mixed_precision is None else options.mixed_precision
     tokens = options.batch_tokens
     if not tokens:
-        words = usable.tokenizer.get_vocab_size()
+        words = loaded.tokenizer.get_vocab_size()
         tokens = max(_ROW_LENGTH, min(32768 if on_cuda else 4096, _LOGITS // words))
-    layout = BatchShape(tokens // _ROW_LENGTH, _ROW_LENGTH)
-    return ScoringModel(usable, special, World(0, 1, usable.device, Environment("none")), autocast, layout)
+    shape = BatchShape(tokens // _ROW_LENGTH, _ROW_LENGTH)
+    return ScoringModel(loaded, special, World(0, 1, loaded.device, Environment("none")), autocast, shape)
 
 
 def check_output(path: str | None, flag: str) -> None:
     """Refuse a file that could not be written in the end, before any long work. Raises UsageError."""
     if path is None:
         return
-    place = Path(path)
+    file = Path(path)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{flag} {path}: its folder cannot be made ({error.strerror}).") from None
-    if place.is_dir():
+    if file.is_dir():
         raise UsageError(f"{flag} {path} is a folder: give a file name.")
-    if not os.access(place.parent, os.W_OK):
+    if not os.access(file.parent, os.W_OK):
         raise UsageError(f"{flag} {path}: its folder cannot be written to.")
 
 
 @contextmanager
 def enough_memory() -> Iterator[None]:
-    """What a device without enough memory raises inside becomes a UsageError."""
+    """Turn a device's lack of memory into a UsageError."""
     try:
         yield
     except torch.OutOfMemoryError:

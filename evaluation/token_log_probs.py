@@ -1,4 +1,4 @@
-"""Log-probabilities of every token of many sentences: causal, or each token masked in turn.
+"""Token log-probabilities of many sentences: causal, or each token masked in turn.
 
 The model reads a sentence as `<s> tokens` and predicts the *next* token under both objectives. Causal: token i
 from the tokens before it. Masked: token i is replaced by `<mask>` and read from output i - 1, which is how the model
@@ -73,7 +73,7 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class _Documents:
-    """What rows are filled with: the first `lengths` tokens of `sentences`, with token `masked` masked (0: none)."""
+    """Documents to fill rows with: the first `lengths` tokens of `sentences`, with token `masked` masked (0: none)."""
 
     sentences: np.ndarray
     lengths: np.ndarray
@@ -86,16 +86,16 @@ class _Documents:
 @dataclass(frozen=True)
 class _Batch:
     """input_ids, document_ids: int64 [rows, length]. positions: int64 [M], flat, of the outputs that score. labels:
-    int64 [M]. places: int64 [M], where in TokenizedSentences.ids each scored token stands."""
+    int64 [M]. scored: int64 [M], the index in TokenizedSentences.ids of each scored token."""
 
     input_ids: Tensor
     document_ids: Tensor
     positions: Tensor
     labels: Tensor
-    places: Tensor
+    scored: Tensor
 
     def to(self, device: torch.device) -> _Batch:
-        tensors = (self.input_ids, self.document_ids, self.positions, self.labels, self.places)
+        tensors = (self.input_ids, self.document_ids, self.positions, self.labels, self.scored)
         if device.type == "cuda":
             tensors = [tensor.pin_memory() for tensor in tensors]
         return _Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors))
@@ -127,7 +127,7 @@ def token_scores(
     sentences: TokenizedSentences,
     special: SpecialIds,
     world: World,
-    layout: BatchShape,
+    shape: BatchShape,
     *,
     causal: bool,
     autocast: bool,
@@ -137,21 +137,21 @@ def token_scores(
 ) -> np.ndarray:
     """Log-probability of every scored token at each temperature, float32 [K, N]; 0 for tokens that are not scored.
 
-    model: in evaluation mode, on world.device. layout: rows grow where a sentence is longer. autocast: bf16.
+    model: in evaluation mode, on world.device. shape: rows grow where a sentence is longer. autocast: bf16.
     word_l2r: mask the sub-words of the same word that follow the masked token too (PLL-word-l2r: Kauf and Ivanova,
     2023), so that a word's first part is not given away by the rest. temperatures: logits are divided by them.
     progress: called with the number of tokens read after each batch. All ranks share the work and get the result.
     """
     documents = _documents(sentences, causal)
-    layout = layout.holding(int(documents.lengths.max(initial=1)))
+    shape = shape.holding(int(documents.lengths.max(initial=1)))
     order = np.argsort(-documents.lengths, kind="stable")  # the longest first
     mine = documents.take(order[world.rank :: world.size])
     scores = torch.zeros(len(temperatures), len(sentences.ids), device=world.device)
-    for part in _batches(mine, layout):
-        batch = _assemble(sentences, *part, layout, special, causal, word_l2r).to(world.device)
+    for part in _batches(mine, shape):
+        batch = _assemble(sentences, *part, shape, special, causal, word_l2r).to(world.device)
         with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=autocast):
             logits = model(batch.input_ids, batch.document_ids, causal, batch.positions)
-        scores[:, batch.places] = log_probabilities(logits, batch.labels, temperatures).float()
+        scores[:, batch.scored] = log_probabilities(logits, batch.labels, temperatures).float()
         if progress is not None:
             progress(int(part[0].lengths.sum()))
     total = world.all_reduce(scores, "sentence scores")
@@ -187,8 +187,8 @@ def _count_up(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return owner, np.arange(len(owner)) - np.repeat(counts.cumsum() - counts, counts)
 
 
-def _batches(documents: _Documents, layout: BatchShape) -> Iterator[tuple[_Documents, np.ndarray]]:
-    """Batches of documents, each with the flat place of its first token in [rows, length].
+def _batches(documents: _Documents, shape: BatchShape) -> Iterator[tuple[_Documents, np.ndarray]]:
+    """Batches of documents, each with the flat index of its first token in [rows, length].
 
     documents come by length. Rows take documents of one length alone: as many as fit.
     """
@@ -196,32 +196,32 @@ def _batches(documents: _Documents, layout: BatchShape) -> Iterator[tuple[_Docum
     column = np.zeros_like(row)
     lengths, first, counts = np.unique(-documents.lengths, return_index=True, return_counts=True)
     for length, begin, count in zip(-lengths, first, counts, strict=True):
-        fitting = layout.length // int(length)
+        fitting = shape.length // int(length)
         number = np.arange(count)
         row[begin : begin + count] = rows + number // fitting
         column[begin : begin + count] = number % fitting * length
         rows += -(-int(count) // fitting)
-    for first_row in range(0, rows, layout.rows):
-        part = slice(*np.searchsorted(row, [first_row, first_row + layout.rows]))
-        yield documents.take(part), (row[part] - first_row) * layout.length + column[part]
+    for first_row in range(0, rows, shape.rows):
+        part = slice(*np.searchsorted(row, [first_row, first_row + shape.rows]))
+        yield documents.take(part), (row[part] - first_row) * shape.length + column[part]
 
 
 def _assemble(
     sentences: TokenizedSentences,
     documents: _Documents,
     base: np.ndarray,
-    layout: BatchShape,
+    shape: BatchShape,
     special: SpecialIds,
     causal: bool,
     word_l2r: bool,
 ) -> _Batch:
-    """The tensors of a batch; base: flat place of each document's first token."""
+    """The tensors of a batch; base: flat index of each document's first token."""
     owner, offset = _count_up(documents.lengths)
     starts = sentences.starts[documents.sentences]
-    source, place = starts[owner] + offset, base[owner] + offset
+    source, target = starts[owner] + offset, base[owner] + offset  # in the sentences' ids, in the flat batch
     ids = sentences.ids[source]
     if causal:
-        positions, scored = place, source + 1
+        positions, scored = target, source + 1  # output i predicts token i + 1
     else:
         hidden = offset == documents.masked[owner]
         scored = starts + documents.masked
@@ -229,12 +229,17 @@ def _assemble(
             hidden |= (offset > documents.masked[owner]) & (sentences.words[source] == sentences.words[scored][owner])
         ids = np.where(hidden, special.mask, ids)
         positions = base + documents.masked - 1
-    input_ids = np.full(layout.rows * layout.length, special.pad, np.int64)
-    document_ids = np.full(layout.rows * layout.length, -1, np.int64)
-    input_ids[place], document_ids[place] = ids, owner
-    shape = (layout.rows, layout.length)
-    # The last one again up to one of few sizes, so that the allocator finds again what it had before.
-    again = (0, -len(positions) % -(-layout.rows * layout.length // _SIZES))
-    positions, scored = np.pad(positions, again, mode="edge"), np.pad(scored, again, mode="edge")
-    arrays = (input_ids.reshape(shape), document_ids.reshape(shape), positions, sentences.ids[scored], scored)
+    input_ids = np.full(shape.rows * shape.length, special.pad, np.int64)
+    document_ids = np.full(shape.rows * shape.length, -1, np.int64)
+    input_ids[target], document_ids[target] = ids, owner
+    # The last one is repeated up to one of few sizes, so that the allocator reuses the blocks of earlier batches.
+    repeats = (0, -len(positions) % -(-shape.rows * shape.length // _SIZES))
+    positions, scored = np.pad(positions, repeats, mode="edge"), np.pad(scored, repeats, mode="edge")
+    arrays = (
+        input_ids.reshape(shape.rows, shape.length),
+        document_ids.reshape(shape.rows, shape.length),
+        positions,
+        sentences.ids[scored],
+        scored,
+    )
     return _Batch(*(torch.from_numpy(array) for array in arrays))

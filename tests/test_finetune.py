@@ -399,7 +399,7 @@ def test_command_prints_a_table_and_writes_json(loaded, tmp_path, capsys):
         (["--tasks", "/nowhere"], "--tasks is /nowhere: there is no such folder"),
         (["--tasks", "/", "--epochs", "0"], "--epochs is 0: give 1 or more"),
         (["--tasks", "/", "--learning_rates", "1e-3", "-1"], "--learning_rates has -1"),
-        (["--tasks", "/", "--held_out", "0"], "--held_out is 0: give a share"),
+        (["--tasks", "/", "--held_out", "0"], "--held_out is 0: give a fraction"),
         (["--tasks", "/", "--max_length", "3"], "--max_length is 3"),
         (["--tasks", "/", "--warmup_proportion", "1"], "--warmup_proportion is 1"),
         (["--tasks", "/", "--seed", "-1"], "--seed is -1"),

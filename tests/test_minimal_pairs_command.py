@@ -41,8 +41,8 @@ def write_pairs(path: Path, lines: list) -> Path:
     return path
 
 
-def pair(good: str = "The list holds.", bad: str = "The lists holds.", **facts) -> dict:
-    return {"sentence_good": good, "sentence_bad": bad, **facts}
+def pair(good: str = "The list holds.", bad: str = "The lists holds.", **fields) -> dict:
+    return {"sentence_good": good, "sentence_bad": bad, **fields}
 
 
 def test_sets_are_files_and_folders(tmp_path):
@@ -56,7 +56,7 @@ def test_sets_are_files_and_folders(tmp_path):
         ("b", ["b"]),
     ]
     assert [p.phenomenon for p in sets[0].pairs] == ["x", "a", "b"]
-    assert sets[1].pairs[0].facts == {"row": 3}
+    assert sets[1].pairs[0].fields == {"row": 3}
     assert read_pair_sets([tmp_path / "all/blimp"], "--data")[0].name == "blimp"
 
 

@@ -14,11 +14,11 @@ from evaluation.pair_accuracy import (
     Pair,
     PairScorer,
     PairSet,
+    accuracy,
     by_group,
     evaluate_pairs,
     grouping_fields,
-    mean_share,
-    share,
+    mean_accuracy,
 )
 from evaluation.token_log_probs import (
     BatchShape,
@@ -42,7 +42,7 @@ TEXTS = [
 ]
 WORLD = World(0, 1, torch.device("cpu"), Environment("none"))
 SPECIAL = SpecialIds(bos=1, eos=2, pad=3, mask=4)
-LAYOUT = BatchShape(4, 64)
+SHAPE = BatchShape(4, 64)
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +56,10 @@ def model(tokenizer: Tokenizer) -> GPTBert:
     return tiny_model(tokenizer.get_vocab_size(), scale=2)
 
 
-def sums(model, tokenizer, layout=LAYOUT, special=SPECIAL, **options) -> np.ndarray:
+def sums(model, tokenizer, shape=SHAPE, special=SPECIAL, **options) -> np.ndarray:
     options = {"autocast": False, **options}
     sentences = encode_sentences(tokenizer, TEXTS, special)
-    return sentence_sums(sentences, token_scores(model, sentences, special, WORLD, layout, **options))
+    return sentence_sums(sentences, token_scores(model, sentences, special, WORLD, shape, **options))
 
 
 @pytest.mark.parametrize("eos", [True, False])
@@ -88,10 +88,10 @@ def test_modes_differ_and_special_tokens_are_not_scored(model, tokenizer):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("layout", [BatchShape(1, 32), BatchShape(64, 16), BatchShape(2, 200)])
-def test_batching_and_packing_change_nothing(model, tokenizer, causal, layout):
-    one = sums(model, tokenizer, causal=causal, layout=BatchShape(1, 128))
-    np.testing.assert_allclose(sums(model, tokenizer, causal=causal, layout=layout), one, rtol=2e-6)
+@pytest.mark.parametrize("shape", [BatchShape(1, 32), BatchShape(64, 16), BatchShape(2, 200)])
+def test_batching_and_packing_change_nothing(model, tokenizer, causal, shape):
+    one = sums(model, tokenizer, causal=causal, shape=BatchShape(1, 128))
+    np.testing.assert_allclose(sums(model, tokenizer, causal=causal, shape=shape), one, rtol=2e-6)
 
 
 def test_logits_are_taken_in_parts(monkeypatch):
@@ -130,8 +130,8 @@ def test_shares_of_ranks_add_up(model, tokenizer):
     np.testing.assert_allclose(sum(parts), scores(WORLD), rtol=2e-6)
 
 
-def pairs_of(texts: list[tuple[str, str]], paradigm: str = "p", **facts) -> tuple[Pair, ...]:
-    return tuple(Pair(paradigm, good, bad, facts) for good, bad in texts)
+def pairs_of(texts: list[tuple[str, str]], paradigm: str = "p", **fields) -> tuple[Pair, ...]:
+    return tuple(Pair(paradigm, good, bad, fields) for good, bad in texts)
 
 
 def test_fused_is_the_mean_in_log_space(model, tokenizer):
@@ -161,8 +161,8 @@ def test_a_model_trained_to_prefer_something_is_right_always():
         hidden = torch.zeros_like(rows, dtype=torch.bool)
         hidden[torch.arange(3, 6), torch.randint(1, 5, (3,))] = True
         logits = model(rows.masked_fill(hidden, 4), torch.zeros_like(rows), causal)[:, :-1]
-        wanted = rows[:, 1:].masked_fill(~(hidden | causal[:, None])[:, 1:], -100)
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()).backward()
+        labels = rows[:, 1:].masked_fill(~(hidden | causal[:, None])[:, 1:], -100)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -195,39 +195,39 @@ def word_tokenizer() -> Tokenizer:
 
 
 def test_wilson_interval_by_its_definition():
-    found = share(np.array([True] * 70 + [False] * 30))
+    found = accuracy(np.array([True] * 70 + [False] * 30))
     assert (found.value, found.pairs) == (0.7, 100)
     # The interval's ends are the p at which the observation is 1.96 standard errors of p away.
     for end in (found.low, found.high):
         assert abs(0.7 - end) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / 100), rel=1e-5)
-    perfect = share(np.ones(10, bool))
+    perfect = accuracy(np.ones(10, bool))
     assert (perfect.value, perfect.high) == (1.0, 1.0)
     assert perfect.low == pytest.approx(10 / (10 + 1.959964**2), rel=1e-5)
 
 
 def test_mean_of_files_weighs_files_alike_and_its_interval_covers():
-    many, few = share(np.ones(1000, bool)), share(np.zeros(10, bool))
-    found = mean_share([many, few])
+    many, few = accuracy(np.ones(1000, bool)), accuracy(np.zeros(10, bool))
+    found = mean_accuracy([many, few])
     assert found.value == 0.5
     assert found.pairs == 1010
-    assert mean_share([many]) == many
+    assert mean_accuracy([many]) == many
     generator = np.random.default_rng(0)
     covered = 0
     for _ in range(400):
-        found = mean_share([share(generator.random(n) < p) for n, p in ((40, 0.9), (100, 0.6), (25, 0.98))])
+        found = mean_accuracy([accuracy(generator.random(n) < p) for n, p in ((40, 0.9), (100, 0.6), (25, 0.98))])
         covered += found.low <= (0.9 + 0.6 + 0.98) / 3 <= found.high
     assert 0.92 <= covered / 400 <= 0.985
 
 
 def test_groups_and_which_fields_make_them():
-    facts = [
+    fields = [
         {"field": "syntax", "pair_id": str(n), "row": n, "kind": "AB"[n % 2], "UID": "pq"[n // 5]} for n in range(10)
     ]
-    pairs = [Pair("pq"[n // 5], "g", "b", fact) for n, fact in enumerate(facts)]
+    pairs = [Pair("pq"[n // 5], "g", "b", each) for n, each in enumerate(fields)]
     # one value only, as many values as pairs, numbers, the file's own name: no groups
     assert grouping_fields(pairs) == ["kind"]
     right = np.arange(10) % 2 == 0
-    assert {name: (of.value, of.pairs) for name, of in by_group([f["kind"] for f in facts], right).items()} == {
+    assert {name: (of.value, of.pairs) for name, of in by_group([f["kind"] for f in fields], right).items()} == {
         "A": (1.0, 5),
         "B": (0.0, 5),
     }
