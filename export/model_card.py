@@ -1,4 +1,4 @@
-"""The README.md of an exported model, written from the records of the run that trained it."""
+"""Model card: the README.md of an exported model, written from what the run that trained it has logged."""
 
 from __future__ import annotations
 
@@ -141,10 +141,10 @@ def _training(records: Records) -> str:
             + f" ({sources})." * bool(sources)
         )
     steps, tokens = records.checkpoint.get("step"), records.checkpoint.get("tokens")
-    share = f"{flags['hybrid_numerator']}/{flags['hybrid_denominator']}"
+    ratio = f"{flags['hybrid_numerator']}/{flags['hybrid_denominator']}"
     trained = f"{tokens:,} tokens in " if isinstance(tokens, int) else ""
     lines.append(
-        f"- Trained: {trained}{steps:,} of {flags['max_steps']:,} steps; {share} of the rows masked, the rest causal."
+        f"- Trained: {trained}{steps:,} of {flags['max_steps']:,} steps; {ratio} of the rows masked, the rest causal."
     )
     devices = sorted({f"{launch['world_size']} x {launch['device']}" for launch in records.run.get("launches", ())})
     if devices:

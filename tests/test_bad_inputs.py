@@ -53,7 +53,7 @@ def refused(arguments: list[str], capsys, *says: str, world=single_world) -> str
     return error
 
 
-def test_a_program_for_one_device_speaks_whichever_task_it_is(inputs, tmp_path, capsys, monkeypatch):
+def test_single_gpu_script_prints_errors_whatever_its_task_number(inputs, tmp_path, capsys, monkeypatch):
     """`srun -n 8 python train_single_gpu.py`, one run a task; ranks of one run leave it to rank 0."""
     for name in ("RANK", "SLURM_PROCID"):
         with monkeypatch.context() as patch:
@@ -62,7 +62,7 @@ def test_a_program_for_one_device_speaks_whichever_task_it_is(inputs, tmp_path, 
             assert attempt([*flags(inputs, tmp_path), "--bogus", "1"], capsys, start_world) == (2, "")
 
 
-def test_torchrun_of_a_program_for_one_device_names_the_other(inputs, tmp_path, capsys, monkeypatch):
+def test_single_gpu_script_under_torchrun_names_the_multi_gpu_script(inputs, tmp_path, capsys, monkeypatch):
     for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     refused(flags(inputs, tmp_path), capsys, "torchrun has started 2 processes", "train_multi_gpu.py")
@@ -106,7 +106,7 @@ def test_torchrun_of_a_program_for_one_device_names_the_other(inputs, tmp_path, 
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_wrong_values(inputs, tmp_path, capsys, options, says):
+def test_flag_values_that_cannot_work_are_refused(inputs, tmp_path, capsys, options, says):
     if options.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")  # asking for it is then no mistake
     output = options.get("output_dir", tmp_path)
@@ -128,7 +128,7 @@ def test_unreadable_model_config(inputs, tmp_path, capsys, content, says):
     refused(flags(inputs, tmp_path, config_file=tmp_path / "model.json"), capsys, "model.json", says)
 
 
-def test_rows_longer_than_positions_are_told(inputs, tmp_path):
+def test_summary_names_rows_longer_than_the_positions(inputs, tmp_path):
     config = json.loads((inputs / "model.json").read_text())
     for positions, told in ((16, "max_position_embeddings is 16 and rows grow to"), (512, "")):
         (tmp_path / "model.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
@@ -221,7 +221,7 @@ def test_resuming_with_another_held_out_set_is_refused(inputs, tmp_path, capsys,
     assert attempt(flags(inputs, tmp_path, **short_run[0], valid_path=""), capsys)[0] == 0
 
 
-def test_a_run_of_the_first_version_resumes_and_other_data_is_refused(inputs, tmp_path, capsys, short_run):
+def test_run_of_the_first_version_resumes_with_its_own_data_only(inputs, tmp_path, capsys, short_run):
     options, checkpoint = short_run
     record = json.loads((checkpoint / "checkpoint.json").read_text())
     del record["held_out"]
@@ -234,7 +234,7 @@ def test_a_run_of_the_first_version_resumes_and_other_data_is_refused(inputs, tm
     assert locate(tmp_path / "run").record["data"] == corpus.identity()
 
 
-def test_a_run_of_the_first_version_with_fractions_is_told_why_it_cannot_go_on(inputs, tmp_path, capsys):
+def test_run_of_the_first_version_with_fractions_cannot_resume_and_says_why(inputs, tmp_path, capsys):
     mix, arguments = tmp_path / "mix.json", {"max_steps": 2, "valid_path": "", "save_every": 1}
     mix.write_text(json.dumps({"sources": [{"path": str(inputs / "train" / "*.shard"), "repeat": 0.5}]}))
     assert attempt(flags(inputs, tmp_path, **arguments, train_path=mix), capsys)[0] == 0
@@ -245,7 +245,7 @@ def test_a_run_of_the_first_version_with_fractions_is_told_why_it_cannot_go_on(i
     refused(flags(inputs, tmp_path, **arguments, train_path=mix), capsys, "--train_path", "fractions", "keyed sample")
 
 
-def test_a_shard_that_shrinks_in_mid_run_is_named(inputs, tmp_path, capsys, monkeypatch):
+def test_shard_that_shrinks_in_mid_run_is_named(inputs, tmp_path, capsys, monkeypatch):
     shard = tmp_path / "copy" / "part_1.shard"
     shutil.copytree(inputs / "train", shard.parent)
     step = train_single_gpu.train_step
@@ -263,7 +263,7 @@ def test_a_shard_that_shrinks_in_mid_run_is_named(inputs, tmp_path, capsys, monk
     assert str(shard) in status.reason
 
 
-def test_a_stop_signal_does_not_wait_for_an_index(inputs, tmp_path, capsys, monkeypatch):
+def test_stop_signal_interrupts_index_building(inputs, tmp_path, capsys, monkeypatch):
     build = TokenStream._build_index
 
     def endless(self, epoch):

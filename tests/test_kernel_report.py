@@ -145,7 +145,7 @@ def test_kernels_that_do_not_load_are_named(monkeypatch: pytest.MonkeyPatch):
     assert "cannot be compiled or loaded" in found["residual"]
 
 
-def test_the_doctor_warns_of_a_gpu_without_a_kernel_alone(monkeypatch: pytest.MonkeyPatch):
+def test_doctor_warns_of_kernels_missing_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch):
     cpu = doctor_machine.measure_kernels(FLAGS, BASE, torch.device("cpu"))
     assert cpu["line"] == "none, since they need a CUDA device"
     assert doctor_machine.assess_kernels({0: cpu, 1: cpu}).result == OK
@@ -171,7 +171,7 @@ def bf16_autocast() -> Iterator[None]:
     torch.set_autocast_dtype("cuda", before[1])
 
 
-def test_a_model_compiled_as_a_whole_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, bf16_autocast: None):
+def test_model_compiled_as_a_whole_warns_of_missing_kernels(monkeypatch: pytest.MonkeyPatch, bf16_autocast: None):
     embeddings = SimpleNamespace(device=CUDA, size=lambda _: 768)
 
     def traced(x: torch.Tensor) -> torch.Tensor:

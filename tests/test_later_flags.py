@@ -42,7 +42,7 @@ def averages(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_run_from_before_the_flags_goes_on_as_it_began(inputs, tmp_path, capsys):
+def test_run_from_before_the_flags_resumes_as_it_began(inputs, tmp_path, capsys):
     assert train(inputs, tmp_path, row_start=False, ema_warmup=False) == 0
     run = tmp_path / "run"
     whole, average = training_lines(run), averages(run)
@@ -68,7 +68,7 @@ def test_a_run_from_before_the_flags_goes_on_as_it_began(inputs, tmp_path, capsy
         )
 
 
-def test_a_new_run_has_it_and_keeps_to_it(inputs, tmp_path, capsys):
+def test_new_run_has_the_later_default_and_keeps_it(inputs, tmp_path, capsys):
     assert train(inputs, tmp_path, max_steps=2) == 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["flags"]["row_start"] is True
     assert train(inputs, tmp_path, max_steps=2, row_start=False) == 2
@@ -76,7 +76,7 @@ def test_a_new_run_has_it_and_keeps_to_it(inputs, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_average_of_a_short_run_is_as_good_as_its_weights(inputs, tmp_path):
+def test_ema_of_a_short_run_is_as_good_as_its_weights(inputs, tmp_path):
     """Without a warm-up it is nearly the initial weights here, with losses some two nats above those of the weights."""
     assert train(inputs, tmp_path, max_steps=30, save_every=0, validate_every=30, global_batch_size=64) == 0
     found = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "valid/masked_loss" in line][-1]
@@ -84,7 +84,7 @@ def test_the_average_of_a_short_run_is_as_good_as_its_weights(inputs, tmp_path):
         assert found[f"valid/ema_{objective}_loss"] < found[f"valid/{objective}_loss"] + 0.1
 
 
-def test_the_decay_of_the_average_is_a_function_of_the_step():
+def test_ema_decay_is_a_function_of_the_step():
     decays = [average_decay(done, 0.999, warm_up=True) for done in range(1, 20_001)]
     assert decays[0] == pytest.approx(2 / 11)
     assert decays == sorted(decays)

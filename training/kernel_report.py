@@ -1,9 +1,9 @@
-"""Which CUDA kernels a run uses, which not, why, and about what that costs: one line for people.
+"""Kernel report: one line with the CUDA kernels that a run uses, those it does not use, why, and about what it costs.
 
     residual, gate norm, feed-forward norm, loss, optimizer | not: attention because heads have 96 features and not 32,
     64 or 128 (100 to 260 % more time a step)
 
-Costs are those of base on an H200, rows of 128 to 512 tokens (benchmarks/README.md): what the plain form of a kernel
+Costs are those of base on an H200, rows of 128 to 512 tokens (benchmarks/README.md): what the reference of a kernel
 adds to a step in which all others run.
 """
 
@@ -20,7 +20,7 @@ from ops import attention_cuda, cross_entropy_cuda, gated_norm_cuda, lamb_cuda, 
 from ops.reference import reference_chosen
 from training.config import TrainingConfig
 
-# Time that the plain form adds to a step, in percent, from and to; None where nobody has measured it.
+# Time that the reference implementation adds to a step, in percent, from and to; None where nobody has measured it.
 _COSTS = {
     "attention": (100, 260),
     "rotary attention": None,
@@ -44,7 +44,7 @@ class _Kernel(NamedTuple):
 def missing(config: TrainingConfig, model: ModelConfig, device: torch.device, load: bool = True) -> dict[str, str]:
     """For each kernel that there is for such a run, why it is not used; "" where it is.
 
-    config: device defaults resolved. load: compile or load kernels that nothing stands against; without, nothing
+    config: device defaults resolved. load: compile or load kernels without an obstacle; without, nothing
     touches the device.
     """
     found = {}
