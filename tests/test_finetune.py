@@ -190,7 +190,7 @@ def test_bad_tasks_are_refused_before_a_model_is_loaded(tmp_path, capsys, train,
     assert error.count("\n") == 1
 
 
-def test_held_out_part_has_its_share_of_each_class():
+def test_held_out_part_has_its_fraction_of_each_class():
     labels = np.array([0] * 70 + [1] * 28 + [2] * 2)
     examples = Examples([(str(n),) for n in range(100)], labels)
     rest, held_out = split(examples, 3, 0.1, seed=0)
@@ -244,7 +244,7 @@ def test_learning_rate_rises_and_falls():
     assert learning_rate(0, 1, 2.0, 0.0) == 2.0
 
 
-def test_padding_and_neighbours_change_nothing(encoder, tokenizer):
+def test_outputs_do_not_depend_on_padding_and_neighbours(encoder, tokenizer):
     """Of one example, in evaluation and under dropout, whatever else is in its batch."""
     model = SentenceModel(encoder, 3)
     model.head.initialize(torch.Generator().manual_seed(0))
@@ -301,7 +301,7 @@ def test_training_is_a_function_of_the_seed_alone(encoder, tokenizer):
     assert not any(np.array_equal(a, b) for a, b in zip(outcomes[0], outcomes[2], strict=True))
 
 
-def test_choice_never_looks_at_the_validation_file(encoder, tokenizer):
+def test_settings_are_chosen_without_the_validation_file(encoder, tokenizer):
     task = Task("t", ("0", "1"), 1, "matthews", classified(60, 0), classified(20, 1))
     other = dataclasses.replace(task, valid=Examples([("tree",)] * 20, 1 - task.valid.labels))
     finetuner = Finetuner(encoder, tokenizer, dataclasses.replace(SETTINGS, epochs=2))
@@ -317,7 +317,7 @@ def test_regression_is_learned_in_its_own_units(encoder, tokenizer):
     assert found["spearman"] > 0.8
 
 
-def test_a_rate_that_diverges_is_left_out(encoder, tokenizer):
+def test_diverging_learning_rate_is_left_out(encoder, tokenizer):
     task = Task("t", ("0", "1"), 1, "accuracy", classified(40, 0), classified(20, 1))
     settings = dataclasses.replace(SETTINGS, learning_rates=(1e25, 1e-3), epochs=2, max_gradient=math.inf)
     choice = Finetuner(encoder, tokenizer, settings).choose(task, lambda text: None)
@@ -405,7 +405,7 @@ def test_command_prints_a_table_and_writes_json(loaded, tmp_path, capsys):
         (["--tasks", "/", "--seed", "-1"], "--seed is -1"),
     ],
 )
-def test_wrong_flags_are_one_sentence(capsys, arguments, sentence):
+def test_refusals_are_one_sentence(capsys, arguments, sentence):
     assert finetune.main(["RUN", "--device", "cpu", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {sentence}")

@@ -100,7 +100,7 @@ def test_fill_mask_command_prints_candidates_and_the_filled_text(monkeypatch, ti
         (fill_mask, ["--text", "<mask>", "--top_k", "0"], "", "--top_k is 0"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence(monkeypatch, tiny, capsys, script, arguments, stdin, sentence):
+def test_refusals_are_one_sentence(monkeypatch, tiny, capsys, script, arguments, stdin, sentence):
     assert use(monkeypatch, tiny, script, arguments, stdin) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {sentence}")

@@ -191,7 +191,7 @@ def test_refusals_are_one_sentence(checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_training_evaluates_the_same_on_one_rank_and_on_two(tmp_path, capsys):
+def test_pair_accuracy_in_training_is_the_same_on_one_rank_and_on_two(tmp_path, capsys):
     inputs = make_inputs(tmp_path / "inputs")
     words = ("the", "cat", "dog", "sees", "runs", "to", "a", "tree")
     lines = [pair(f"{a} {b} {a}", f"{b} {a} {b}", linguistics_term=a) for a in words for b in words if a < b]
@@ -230,7 +230,7 @@ def test_training_evaluates_the_same_on_one_rank_and_on_two(tmp_path, capsys):
         assert of["mean"]["accuracy"] == pytest.approx(last[f"eval/{mode}/pairs"], abs=1e-9)
 
 
-def test_errors_in_the_data_come_before_training(tmp_path):
+def test_bad_pairs_are_refused_before_training(tmp_path):
     inputs = make_inputs(tmp_path / "inputs")
     bad = write_pairs(tmp_path / "bad.jsonl", [pair(), {"sentence_good": "x"}])
     cases = [

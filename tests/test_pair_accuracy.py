@@ -64,7 +64,7 @@ def sums(model, tokenizer, shape=SHAPE, special=SPECIAL, **options) -> np.ndarra
 
 @pytest.mark.parametrize("eos", [True, False])
 @pytest.mark.parametrize("mode", ["causal", "masked", "word_l2r"])
-def test_scores_are_those_of_the_definition(model, tokenizer, mode, eos):
+def test_scores_match_their_definition(model, tokenizer, mode, eos):
     special = SPECIAL if eos else SpecialIds(1, None, 3, 4)
     options = {"causal": mode == "causal", "word_l2r": mode == "word_l2r", "temperatures": (1.0, 2.5)}
     found = sums(model, tokenizer, special=special, **options)
@@ -89,12 +89,12 @@ def test_modes_differ_and_special_tokens_are_not_scored(model, tokenizer):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shape", [BatchShape(1, 32), BatchShape(64, 16), BatchShape(2, 200)])
-def test_batching_and_packing_change_nothing(model, tokenizer, causal, shape):
+def test_scores_do_not_depend_on_batching_and_packing(model, tokenizer, causal, shape):
     one = sums(model, tokenizer, causal=causal, shape=BatchShape(1, 128))
     np.testing.assert_allclose(sums(model, tokenizer, causal=causal, shape=shape), one, rtol=2e-6)
 
 
-def test_logits_are_taken_in_parts(monkeypatch):
+def test_log_probabilities_take_logits_in_parts(monkeypatch):
     logits, labels = torch.randn(11, 7), torch.randint(7, (11,))
     expected = torch.stack([(logits / t).log_softmax(-1)[torch.arange(11), labels] for t in (1.0, 0.5)])
     for parts in (4, 100):
@@ -102,7 +102,7 @@ def test_logits_are_taken_in_parts(monkeypatch):
         torch.testing.assert_close(log_probabilities(logits, labels, (1.0, 0.5)), expected)
 
 
-def test_bf16_is_close(model, tokenizer):
+def test_scores_in_bf16_are_close(model, tokenizer):
     single, half = (sums(model, tokenizer, causal=True, autocast=autocast) for autocast in (False, True))
     assert (single != half).all()
     np.testing.assert_allclose(half, single, rtol=0.05)
@@ -114,7 +114,7 @@ def test_rows_grow_for_long_sentences_and_hold_as_many_tokens():
     assert BatchShape(1, 16).holding(40) == BatchShape(1, 64)
 
 
-def test_shares_of_ranks_add_up(model, tokenizer):
+def test_scores_of_ranks_add_up(model, tokenizer):
     sentences = encode_sentences(tokenizer, TEXTS, SPECIAL)
 
     class Part(World):
@@ -134,7 +134,7 @@ def pairs_of(texts: list[tuple[str, str]], paradigm: str = "p", **fields) -> tup
     return tuple(Pair(paradigm, good, bad, fields) for good, bad in texts)
 
 
-def test_fused_is_the_mean_in_log_space(model, tokenizer):
+def test_fused_score_is_the_mean_in_log_space(model, tokenizer):
     sets = [PairSet("a", pairs_of([("The list", "The lists"), ("a", "b")])), PairSet("b", pairs_of([("é", "naïve")]))]
     scorer = PairScorer(sets, tokenizer, SPECIAL)
     found = scorer.scores(model, ("masked", "causal", "fused"), WORLD, BatchShape(4, 32), autocast=False)
@@ -194,7 +194,7 @@ def word_tokenizer() -> Tokenizer:
 # Statistics
 
 
-def test_wilson_interval_by_its_definition():
+def test_wilson_interval_matches_its_definition():
     found = accuracy(np.array([True] * 70 + [False] * 30))
     assert (found.value, found.pairs) == (0.7, 100)
     # The interval's ends are the p at which the observation is 1.96 standard errors of p away.

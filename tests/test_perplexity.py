@@ -68,7 +68,7 @@ def losses(folder: Path, causal: bool) -> list[float]:
     return found
 
 
-def test_causal_and_every_token_are_those_of_the_definition(folder, tmp_path, capsys):
+def test_causal_and_every_token_loss_match_their_definition(folder, tmp_path, capsys):
     path = tmp_path / "text.txt"
     path.write_text("\n \n".join(DOCUMENTS) + "\n")
     found = measured(folder, path, "--every_token")
@@ -86,7 +86,7 @@ def test_causal_and_every_token_are_those_of_the_definition(folder, tmp_path, ca
     assert f"{found['causal']['loss']:.4f}" in printed
 
 
-def test_shards_text_and_json_lines_agree(folder, tmp_path):
+def test_perplexity_of_shards_text_and_json_lines_agrees(folder, tmp_path):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     (tmp_path / "text.txt").write_text("\n\n".join(DOCUMENTS))
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in DOCUMENTS))
@@ -99,7 +99,7 @@ def test_shards_text_and_json_lines_agree(folder, tmp_path):
 
 
 @pytest.mark.parametrize("row_start", [True, False])
-def test_equal_to_validation_during_training(folder, row_start):
+def test_perplexity_equals_validation_during_training(folder, row_start):
     """Of the model's own run: `checkpoint` comes from before there was --row_start."""
     from data.corpus import Corpus
     from data.loader import ValidationSet
