@@ -105,6 +105,7 @@ class OutputFolder:
         self.parts = parts
         self.can_lock = True
         self._parts_folder = plan.folder / PARTS_NAME
+        self._tokenizer = plan.tokenizer_path.read_bytes()  # now: the file may change before the end
         inputs = [[str(file.path.resolve()), file.size, file.modified] for file in plan.files]
         self._identity = {
             "slices": _SLICES_VERSION,
@@ -150,15 +151,16 @@ class OutputFolder:
         """Cuts the slices of all parts into shards, continuing an earlier attempt, and removes them; None if that has
         happened already. Without documents there is no shard, and the folder is empty afterwards. Waits for another
         process that does it, and takes over if that dies."""
-        totals, begun = None, number_of_parts(self.plan.folder) is not None
-        if not self.is_complete() and not begun:
-            raise CommandError(
-                f"--merge: {self.plan.folder} holds no parts; make them first, each by its own process with "
-                "--part I --parts N"
-            )
-        with self._locked("lock"):
-            if not self.is_complete():
-                totals = self._assemble()
+        totals, begun = None, number_of_parts(self.plan.folder) is not None  # first: another process may end meanwhile
+        if not self.is_complete():
+            if not begun:
+                raise CommandError(
+                    f"--merge: {self.plan.folder} holds no parts; make them first, each by its own process with "
+                    "--part I --parts N"
+                )
+            with self._locked("lock"):
+                if not self.is_complete():
+                    totals = self._assemble()
         self._remove_parts()
         return totals
 
@@ -194,9 +196,9 @@ class OutputFolder:
         return totals
 
     def _declare_complete(self, totals: Totals) -> None:
-        plan, tokenizer = self.plan, self.plan.tokenizer_path.read_bytes()
+        plan = self.plan
         for name, shards in zip(plan.splits, totals.shards, strict=True):
-            write_atomically(plan.folder / name / TOKENIZER_NAME, tokenizer)
+            write_atomically(plan.folder / name / TOKENIZER_NAME, self._tokenizer)
             created_by = {**plan.made_by, **({"split": name} if name else {}), **totals.counts}
             write_manifest(plan.folder / name, shards, plan.tokenizer_hash, plan.vocab_size, created_by)
         (plan.folder / JOURNAL_NAME).unlink()

@@ -67,7 +67,7 @@ def stored(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_tokenised_files(tokenizer_path, tmp_path, capsys, legacy):
+def test_token_files_become_shards(tokenizer_path, tmp_path, capsys, legacy):
     tokenizer = load_tokenizer(tokenizer_path)
     ids = [encoding.ids for encoding in tokenizer.encode_batch(TEXTS, add_special_tokens=False)]
     files = []
@@ -105,7 +105,7 @@ def test_special_ids_inside_a_document_stay(tokenizer_path, tmp_path, capsys):
     assert "1 empty document\n" in output
 
 
-def test_an_interrupted_import_goes_on(tokenizer_path, tmp_path, monkeypatch):
+def test_interrupted_import_continues(tokenizer_path, tmp_path, monkeypatch):
     documents = [torch.arange(16, 16 + number % 50, dtype=torch.int16) for number in range(1, 400)]
     torch.save(documents, tmp_path / "a.bin")
     monkeypatch.setattr(import_gpt_bert, "_BATCH", 20)
@@ -142,7 +142,7 @@ def test_an_interrupted_import_goes_on(tokenizer_path, tmp_path, monkeypatch):
         ([torch.tensor([1, 2])], "holds no tokens"),
     ],
 )
-def test_files_that_are_no_corpora(tokenizer_path, tmp_path, capsys, content, sentence):
+def test_files_without_documents_are_refused(tokenizer_path, tmp_path, capsys, content, sentence):
     torch.save(content, tmp_path / "a.bin")
     flags = ["data", "--input", tmp_path / "a.bin", "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
     assert sentence in refused(capsys, *flags)
@@ -276,7 +276,7 @@ def test_weights_become_float32_and_the_tokenizer_is_optional(config_file, tmp_p
         ),
     ],
 )
-def test_weights_that_do_not_fit(tmp_path, config_file, capsys, change, sentence):
+def test_weights_that_do_not_fit_are_refused(tmp_path, config_file, capsys, change, sentence):
     state, config = published("gpt-bert"), dict(CONFIG)
     change(state, config)
     torch.save(state, tmp_path / "model.bin")
@@ -286,7 +286,7 @@ def test_weights_that_do_not_fit(tmp_path, config_file, capsys, change, sentence
     assert not (tmp_path / "out").exists()
 
 
-def test_configurations_and_tokenizers_that_do_not_fit(tmp_path, config_file, capsys):
+def test_configurations_and_tokenizers_that_do_not_fit_are_refused(tmp_path, config_file, capsys):
     torch.save(published("gpt-bert"), tmp_path / "model.bin")
     train_tokenizer(iter([" ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")] * 3), 330, 2).save(
         str(tmp_path / "large.json")

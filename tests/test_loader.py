@@ -67,7 +67,7 @@ def test_global_batch_is_the_same_on_any_hardware(corpus, step, world_size, loca
     np.testing.assert_array_equal(found_targets, targets)
 
 
-def test_targets_known_beforehand_are_those_of_the_labels(corpus):
+def test_host_target_counts_equal_the_labels(corpus):
     builder = make_builder(corpus)
     for step in (0, 8, 11):
         batch = builder.step(step, 0, 1, "rows", 7)
@@ -80,7 +80,7 @@ def test_targets_known_beforehand_are_those_of_the_labels(corpus):
 
 @settings(max_examples=25)
 @given(st.integers(0, 11), st.integers(1, 40))
-def test_documents_known_beforehand_suffice(corpus, step, local_batch_size):
+def test_host_document_counts_are_upper_bounds(corpus, step, local_batch_size):
     builder = make_builder(corpus)
     for batch in builder.step(step, 0, 1, "rows", local_batch_size).micro_batches(CPU):
         ids, sizes = batch.inputs(builder.options).document_ids, varlen_sizes(batch)
@@ -172,7 +172,7 @@ def test_loader_yields_the_steps_in_order_from_anywhere(corpus):
         assert torch.equal(batch.batch.tokens, builder.step(batch.plan.step, 1, 2, "rows", 8).batch.tokens)
 
 
-def test_loader_hands_errors_over_and_stops_its_thread(corpus, monkeypatch):
+def test_loader_raises_the_threads_errors_and_stops_it(corpus, monkeypatch):
     builder = make_builder(corpus)
     monkeypatch.setattr(builder, "step", lambda *_: (_ for _ in ()).throw(OSError("disk gone")))
     loader = Loader(builder, rank=0, world_size=1, split="rows", local_batch_size=8)
@@ -186,7 +186,7 @@ def test_loader_hands_errors_over_and_stops_its_thread(corpus, monkeypatch):
     assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
 
 
-def test_a_loader_that_builds_an_index_can_be_asked_and_closed(corpus, monkeypatch):
+def test_loader_can_be_peeked_and_closed_while_it_builds_an_index(corpus, monkeypatch):
     building, spans = threading.Event(), Corpus._spans
 
     def slow(self, documents):
@@ -205,7 +205,7 @@ def test_a_loader_that_builds_an_index_can_be_asked_and_closed(corpus, monkeypat
     assert not fresh.indices
 
 
-def test_a_step_is_seen_until_it_is_taken(corpus):
+def test_peek_gives_a_step_until_advance(corpus):
     loader = Loader(make_builder(corpus), rank=0, world_size=1, split="rows", local_batch_size=8, start_step=10)
     seen = [loader.peek(), loader.peek()]
     assert seen[0] is seen[1] is not None

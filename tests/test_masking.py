@@ -72,7 +72,7 @@ def test_targets_are_the_original_next_tokens_and_never_special():
     assert not (changed & ~chosen[:, :-1]).any()
 
 
-def test_replacements_have_their_shares_and_agree_within_a_span():
+def test_replacements_have_their_fractions_and_agree_within_a_span():
     tokens, keys = make_rows(4000, 128, document_every=10**9)
     inputs, _ = build(tokens, keys, 0.3)
     chosen = (inputs.labels != IGNORE_INDEX).numpy()[:, :-1]

@@ -66,7 +66,7 @@ def test_exact_row_counts(numerator, denominator):
             assert masked == row * numerator // denominator
 
 
-def test_ratio_schedule_moves_the_share():
+def test_ratio_schedule_moves_the_masked_fraction():
     plan = DataPlan(200, 8, 160, 1, hybrid_numerator=16, hybrid_denominator=16, hybrid_numerator_end=0, milestones=())
     shares = [plan.step(step).objective_rows[MASKED] / 160 for step in range(200)]
     np.testing.assert_allclose(shares, 1 - np.arange(200) / 200, atol=1 / 160)
@@ -74,7 +74,7 @@ def test_ratio_schedule_moves_the_share():
 
 
 @given(plans())
-def test_streams_go_on_without_gap_from_step_to_step(plan):
+def test_streams_continue_without_gap_from_step_to_step(plan):
     position = [0, 0]
     for step in range(plan.max_steps):
         batch = plan.step(step)
@@ -121,7 +121,7 @@ def test_resolve_split(wish, world, ratio, result):
     assert resolve_split(wish, world, *ratio) == result
 
 
-def test_an_impossible_split_says_why():
+def test_impossible_split_says_why():
     with pytest.raises(ValueError, match="7/8 of 4 ranks") as error:
         resolve_split("ranks", 4, 7, 8)
     assert "--hybrid_split rows" in str(error.value)

@@ -73,7 +73,7 @@ def test_missing_parts_are_named_as_sbatch_takes_them():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fraction", [0.0, 0.2])
-def test_same_bytes_for_any_number_of_parts_in_any_order(
+def test_output_is_the_same_for_any_number_of_parts_in_any_order(
     corpus, tokenizer_path, tmp_path, flags, small_chunks, fraction, capsys
 ):
     tokenize(corpus, tmp_path / "whole", tokenizer_path, fraction, shard_size=5000)
@@ -143,7 +143,7 @@ def test_malformed_lines_are_counted_over_all_parts(tokenizer_path, tmp_path, ca
 # At the same time
 
 
-def test_ending_at_the_same_moment(corpus, tokenizer_path, tmp_path, monkeypatch):
+def test_parts_that_end_at_once_are_merged_once(corpus, tokenizer_path, tmp_path, monkeypatch):
     """All parts are complete before the first is recorded; and afterwards everybody tries to merge."""
     tokenize(corpus, tmp_path / "whole", tokenizer_path, shard_size=5000)
     files, encoder = find_inputs([corpus]), EncoderSettings(tokenizer_path)
@@ -169,7 +169,7 @@ def test_ending_at_the_same_moment(corpus, tokenizer_path, tmp_path, monkeypatch
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_a_part_that_runs_again_is_not_made_again(corpus, flags, tokenizer_path, tmp_path, monkeypatch, capsys):
+def test_complete_part_is_not_made_again(corpus, flags, tokenizer_path, tmp_path, monkeypatch, capsys):
     tokenize(corpus, tmp_path / "whole", tokenizer_path, shard_size=5000)
     for part in (1, 2):
         assert run(*flags, "--part", part, "--parts", 3) == 0
@@ -183,7 +183,7 @@ def test_a_part_that_runs_again_is_not_made_again(corpus, flags, tokenizer_path,
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_a_part_has_one_process(flags, tmp_path, capsys):
+def test_part_is_locked_by_one_process(flags, tmp_path, capsys):
     assert run(*flags, "--part", 0, "--parts", 2) == 0
     descriptor = os.open(tmp_path / "out" / ".parts" / "part_00001.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -192,7 +192,7 @@ def test_a_part_has_one_process(flags, tmp_path, capsys):
     assert run(*flags, "--part", 1, "--parts", 2) == 0
 
 
-def test_without_locks_nobody_merges_unasked(corpus, flags, tokenizer_path, tmp_path, monkeypatch, capsys):
+def test_merge_needs_file_locks_or_the_flag(corpus, flags, tokenizer_path, tmp_path, monkeypatch, capsys):
     def none(descriptor, operation):
         raise OSError(95, "Operation not supported")
 
@@ -208,7 +208,7 @@ def test_without_locks_nobody_merges_unasked(corpus, flags, tokenizer_path, tmp_
 # What is refused
 
 
-def test_flags_that_do_not_go_together(flags, tmp_path, capsys):
+def test_contradicting_flags_are_refused(flags, tmp_path, capsys):
     for change, sentence in (
         (["--part", 3, "--parts", 3], "--part 3 lies outside 0..2, the parts of --parts 3; count parts from 0"),
         (["--part", -1, "--parts", 3], "--part -1 lies outside 0..2"),
@@ -224,7 +224,7 @@ def test_flags_that_do_not_go_together(flags, tmp_path, capsys):
         assert not (tmp_path / "out").exists()
 
 
-def test_parts_agree(corpus, flags, tmp_path, capsys):
+def test_parts_with_other_inputs_or_options_are_refused(corpus, flags, tmp_path, capsys):
     shutil.copytree(corpus, tmp_path / "in")
     flags[1] = tmp_path / "in"
     other = tmp_path / "other.json"
@@ -253,7 +253,7 @@ def test_parts_agree(corpus, flags, tmp_path, capsys):
     assert "differs in --input;" in refused(capsys, *flags, *place)
 
 
-def test_other_content_of_the_output_folder_is_safe(corpus, flags, tmp_path, capsys, monkeypatch):
+def test_output_folder_with_other_content_is_left_alone(corpus, flags, tmp_path, capsys, monkeypatch):
     real = tokenize_pool.ChunkEncoder.__call__
 
     def interrupted(self, chunk):
@@ -281,7 +281,7 @@ def test_other_content_of_the_output_folder_is_safe(corpus, flags, tmp_path, cap
     assert "is a file; give a folder" in refused(capsys, *flags, *place, "--output", output / "thesis.txt")
 
 
-def test_damaged_parts_are_noticed_and_can_be_made_again(corpus, flags, tokenizer_path, tmp_path, monkeypatch, capsys):
+def test_damaged_slices_are_named_and_made_again(corpus, flags, tokenizer_path, tmp_path, monkeypatch, capsys):
     tokenize(corpus, tmp_path / "whole", tokenizer_path, shard_size=5000)
     with monkeypatch.context() as patch:
         patch.setattr(tokenize_corpus, "_merge", lambda *_: "not yet")

@@ -23,7 +23,7 @@ from preprocessing.tokenize_pool import EncoderSettings
 
 
 @pytest.mark.slow
-def test_parts_side_by_side(large, tokenizer_path, tmp_path):
+def test_parallel_parts_are_merged_by_the_last(large, tokenizer_path, tmp_path):
     output = tmp_path / "out"
     arguments = [command(large / "in", output, tokenizer_path, "--parts", 3, "--part", part) for part in range(3)]
     arguments[1] += ["--workers", "2"]
@@ -36,7 +36,7 @@ def test_parts_side_by_side(large, tokenizer_path, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_crash_at_any_moment_changes_nothing(tokenizer_path, tmp_path, monkeypatch, small_chunks, cheap_tokenizing):
+def test_parts_survive_a_crash_at_any_moment(tokenizer_path, tmp_path, monkeypatch, small_chunks, cheap_tokenizing):
     """Parts and merge, continued after a death at each single fsync, rename, deletion and note of a complete part."""
     (tmp_path / "in").mkdir()
     for number, texts in enumerate((make_texts(18), ["\n".join(make_texts(30))])):
@@ -79,7 +79,7 @@ def remove_one_by_one(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGUSR1, 143)])
-def test_a_part_that_is_stopped(large, tokenizer_path, tmp_path, number, code):
+def test_stopped_part_continues(large, tokenizer_path, tmp_path, number, code):
     """The whole group gets SIGUSR1, as from SLURM before a time limit; killed is only the process itself."""
     output = tmp_path / "out"
     arguments = command(large / "in", output, tokenizer_path, "--parts", 2, "--part", 0, "--workers", 2)
@@ -107,7 +107,7 @@ def make_parts(large: Path, tokenizer_path: Path, output: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_a_merge_that_is_stopped_goes_on(large, tokenizer_path, tmp_path, monkeypatch):
+def test_stopped_merge_continues(large, tokenizer_path, tmp_path, monkeypatch):
     arguments = make_parts(large, tokenizer_path, tmp_path / "out", monkeypatch)
     real, written, stops = ShardWriter.append, [], [10, 14]
 
@@ -143,7 +143,7 @@ tokenize_corpus.main(sys.argv[2:])"""
 
 
 @pytest.mark.slow
-def test_another_process_takes_over_a_merge(large, tokenizer_path, tmp_path, monkeypatch):
+def test_merge_is_taken_over_from_a_killed_process(large, tokenizer_path, tmp_path, monkeypatch):
     """It waits while the first is at work, and goes on when that is killed."""
     make_parts(large, tokenizer_path, tmp_path / "out", monkeypatch)
     merge = command(large / "in", tmp_path / "out", tokenizer_path, "--merge")
@@ -163,7 +163,7 @@ def test_another_process_takes_over_a_merge(large, tokenizer_path, tmp_path, mon
 
 
 @pytest.mark.slow
-def test_memory_of_a_merge_does_not_grow_with_the_corpus(tokenizer_path, tmp_path):
+def test_merge_memory_does_not_grow_with_the_corpus(tokenizer_path, tmp_path):
     """Documents of all sizes, one of them most of the corpus."""
     block, peaks = "\n\n".join(make_texts(2000, seed=4)), []
     for repeat in (4, 16):

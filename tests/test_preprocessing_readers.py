@@ -79,7 +79,7 @@ def test_folders_globs_and_order(tmp_path):
     assert [file.name for file in find_inputs([f"{tmp_path}/**/*.gz"])] == ["z.jsonl.gz"]
 
 
-def test_what_a_folder_holds_that_is_not_read_is_counted_and_named(tmp_path, capsys):
+def test_unread_files_of_a_folder_are_counted_and_named(tmp_path, capsys):
     files = ["a.txt", "AA/wiki_00", "AA/wiki_01", "b.tsv", "c.json", "e.7z", "f.train", ".g.txt", "old.tar.gz"]
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -160,7 +160,7 @@ def test_inputs_that_are_refused(tmp_path, monkeypatch, arguments, sentence):
         ("a  ", ["a  "]),
     ],
 )
-def test_text(tmp_path, content, expected):
+def test_text_files_are_split_at_blank_lines(tmp_path, content, expected):
     (tmp_path / "x.txt").write_bytes(content.encode())
     assert read(tmp_path / "x.txt") == expected
 
@@ -227,7 +227,7 @@ def test_malformed_lines(tmp_path, name, content, problem):
     assert sum(bad for _, bad in parsed) == 1
 
 
-def test_how_deep_json_is_nested_counts_wherever_it_is_parsed(tmp_path):
+def test_json_nesting_limit_is_the_same_in_workers(tmp_path):
     """Not how much of the stack the caller has used: with --workers 1 that is more than in a worker."""
     fits = '{"text": "fits", "meta": ' + "[" * 499 + "]" * 499 + "}"
     deeper = fits.replace("[]", "[{}]")
@@ -378,7 +378,7 @@ def reference(content: bytes) -> list[str]:
     chunk_bytes=st.integers(1, 60),
     document_bytes=st.integers(8, 40),
 )
-def test_chunks_of_text_change_nothing(content, chunk_bytes, document_bytes):
+def test_documents_do_not_depend_on_chunk_size(content, chunk_bytes, document_bytes):
     assume(not re.search(r"\s{7}", content))  # white space as long as a part (2 MiB) hides a blank line
     data = content.encode()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -395,7 +395,7 @@ def test_chunks_of_text_change_nothing(content, chunk_bytes, document_bytes):
             assert [c.payload for c in read_chunks(files, start=chunk.end)] == [c.payload for c in chunks[number + 1 :]]
 
 
-def test_where_a_long_document_is_cut_depends_on_itself_alone(tmp_path, monkeypatch):
+def test_long_documents_are_cut_by_their_own_text_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "CHUNK_BYTES", 50)
     monkeypatch.setattr(readers, "DOCUMENT_BYTES", 200)
     long = "\n".join(f"line {number} of a long document" for number in range(60))
@@ -414,7 +414,7 @@ def test_where_a_long_document_is_cut_depends_on_itself_alone(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.zst", "x.parquet"])
-def test_going_on_from_any_position(tmp_path, monkeypatch, name):
+def test_reading_resumes_from_any_position(tmp_path, monkeypatch, name):
     monkeypatch.setattr(readers, "CHUNK_BYTES", 100)
     texts = [f"document {number} " * (number % 7) for number in range(300)]
     if name == "x.parquet":

@@ -31,14 +31,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return refusal(capsys, run, *arguments)
 
 
-def test_a_complete_folder_is_left_alone(flags, tmp_path, capsys):
+def test_complete_folder_is_left_alone(flags, tmp_path, capsys):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     assert run(*flags, "--workers", 2) == 0
     assert "is complete already, from the same inputs and options" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 
-def test_a_different_folder_is_refused_without_overwrite(flags, tokenizer_path, tmp_path, capsys):
+def test_overwrite_is_needed_for_other_content(flags, tokenizer_path, tmp_path, capsys):
     other = tmp_path / "other.json"
     train_tokenizer(iter(make_texts(300)), 330, 2).save(str(other))
     changes = (
@@ -86,7 +86,7 @@ def test_changed_inputs_are_noticed(corpus, tokenizer_path, tmp_path, capsys):
     assert "shard_00000.shard has 0 bytes" in refused(capsys, *flags)
 
 
-def test_a_mistake_in_the_flags_leaves_nothing_to_be_continued(tokenizer_path, tmp_path, capsys):
+def test_mistaken_flags_leave_nothing_to_continue(tokenizer_path, tmp_path, capsys):
     """Not even if the next command names other inputs: nothing was done that could be lost."""
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(20)))
@@ -98,7 +98,7 @@ def test_a_mistake_in_the_flags_leaves_nothing_to_be_continued(tokenizer_path, t
     assert decoded(tmp_path / "out") == make_texts(20)
 
 
-def test_a_file_that_changes_meanwhile_is_refused(corpus, tokenizer_path, tmp_path, monkeypatch, capsys):
+def test_input_that_changes_meanwhile_is_refused(corpus, tokenizer_path, tmp_path, monkeypatch, capsys):
     source = shutil.copytree(corpus, tmp_path / "in")
     real = tokenize_pool.ChunkEncoder.__call__
 
@@ -116,7 +116,7 @@ def test_a_file_that_changes_meanwhile_is_refused(corpus, tokenizer_path, tmp_pa
     assert run(*flags, "--overwrite") == 0
 
 
-def test_unfinished_work_is_only_continued_as_it_was_begun(corpus, tokenizer_path, tmp_path, monkeypatch, capsys):
+def test_unfinished_work_continues_with_the_same_options_alone(corpus, tokenizer_path, tmp_path, monkeypatch, capsys):
     real = tokenize_pool.ChunkEncoder.__call__
 
     def interrupted(self, chunk):
@@ -143,7 +143,7 @@ def test_unfinished_work_is_only_continued_as_it_was_begun(corpus, tokenizer_pat
     assert run(*flags, "--overwrite") == 0
 
 
-def test_other_peoples_files_are_safe(corpus, tokenizer_path, tmp_path, capsys):
+def test_foreign_files_are_left_alone(corpus, tokenizer_path, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     flags = ["--input", corpus, "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
@@ -153,7 +153,7 @@ def test_other_peoples_files_are_safe(corpus, tokenizer_path, tmp_path, capsys):
     assert "is a file; give a folder" in refused(capsys, *flags, "--output", tmp_path / "out" / "thesis.txt")
 
 
-def test_the_tokenizer_may_lie_in_the_output_folder(corpus, tokenizer_path, tmp_path):
+def test_tokenizer_may_lie_in_the_output_folder(corpus, tokenizer_path, tmp_path):
     (tmp_path / "out").mkdir()
     inside = shutil.copy(tokenizer_path, tmp_path / "out" / "tokenizer.json")
     flags = ["--input", corpus, "--output", tmp_path / "out", "--tokenizer_path", inside]
@@ -162,7 +162,7 @@ def test_the_tokenizer_may_lie_in_the_output_folder(corpus, tokenizer_path, tmp_
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer_path.read_bytes()
 
 
-def test_two_runs_at_once(flags, tmp_path, capsys):
+def test_folder_in_use_is_refused(flags, tmp_path, capsys):
     before = contents(tmp_path / "out")
     (tmp_path / "out" / ".parts").mkdir()
     descriptor = os.open(tmp_path / "out" / ".parts" / "part_00000.lock", os.O_RDWR | os.O_CREAT)
@@ -211,7 +211,7 @@ def test_bad_inputs(tokenizer_path, tmp_path, monkeypatch, capsys, change, sente
     assert not list(Path("out").glob("*.shard"))
 
 
-def test_words_for_one(tokenizer_path, tmp_path, capsys):
+def test_summary_uses_the_singular_for_one(tokenizer_path, tmp_path, capsys):
     (tmp_path / "x.txt").write_text("word")
     flags = ["--input", tmp_path / "x.txt", "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
     assert run(*flags) == 0

@@ -32,7 +32,7 @@ from preprocessing.train_tokenizer import read_documents
 @given(
     texts=st.lists(st.text(max_size=50) | st.sampled_from(["<mask>", "a </s> b<s>", "\ud83d\ude42", " "]), min_size=1)
 )
-def test_any_text_survives(tokenizer_path, texts):
+def test_round_trip_of_any_text(tokenizer_path, texts):
     texts = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -51,7 +51,7 @@ def test_any_text_survives(tokenizer_path, texts):
         assert min(min(ids) for ids in stored(folder / "out")) >= len(SPECIAL_TOKENS)
 
 
-def test_ids_are_the_librarys_and_the_manifest_tells_the_truth(corpus, tokenizer_path, tmp_path):
+def test_ids_match_the_tokenizers_library_and_manifest_matches_shards(corpus, tokenizer_path, tmp_path):
     summary = tokenize(corpus, tmp_path / "out", tokenizer_path, shard_size=2000)
     texts = make_texts(1200)
     encodings = load_tokenizer(tokenizer_path).encode_batch(texts, add_special_tokens=False)
@@ -83,7 +83,7 @@ def test_ids_are_the_librarys_and_the_manifest_tells_the_truth(corpus, tokenizer
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fraction", [0.0, 0.2])
-def test_same_bytes_for_any_number_of_workers_and_any_chunks(corpus, tokenizer_path, tmp_path, monkeypatch, fraction):
+def test_output_does_not_depend_on_workers_or_chunk_size(corpus, tokenizer_path, tmp_path, monkeypatch, fraction):
     tokenize(corpus, tmp_path / "1", tokenizer_path, fraction, shard_size=5000)
     expected = contents(tmp_path / "1")
     monkeypatch.setattr(readers, "CHUNK_BYTES", 1500)
@@ -93,7 +93,7 @@ def test_same_bytes_for_any_number_of_workers_and_any_chunks(corpus, tokenizer_p
 
 
 @pytest.mark.slow
-def test_a_document_longer_than_a_chunk(tokenizer_path, tmp_path, small_chunks):
+def test_documents_longer_than_a_chunk(tokenizer_path, tmp_path, small_chunks):
     texts = make_texts(40, seed=1)
     long = "\n".join(make_texts(400, seed=2))
     (tmp_path / "x.txt").write_text("\n\n".join([*texts[:20], long, *texts[20:], long]))
@@ -148,7 +148,7 @@ def test_validation_split_is_stable_and_disjoint(tokenizer_path, tmp_path):
     assert splits["all"] < larger  # raising the fraction only moves documents one way
 
 
-def test_a_split_without_documents_is_pointed_out(tokenizer_path, tmp_path, capsys):
+def test_empty_validation_split_is_warned_about(tokenizer_path, tmp_path, capsys):
     text = next(text for text in make_texts(20) if not is_validation(text, 0.01))
     (tmp_path / "x.txt").write_text(text)
     flags = ("--input", tmp_path / "x.txt", "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path)
@@ -160,7 +160,7 @@ def test_a_split_without_documents_is_pointed_out(tokenizer_path, tmp_path, caps
 # Many files
 
 
-def test_the_work_for_a_file_does_not_grow_with_their_number(tokenizer_path, tmp_path, cheap_tokenizing):
+def test_work_per_file_does_not_grow_with_their_number(tokenizer_path, tmp_path, cheap_tokenizing):
     """Counted, not timed: how often the files' sizes are looked at."""
     looks: list[str] = []
 

@@ -76,7 +76,7 @@ def test_special_tokens_have_the_ids_that_training_expects(tokenizer):
 
 @settings(max_examples=150)
 @given(text=TEXTS)
-def test_any_text_comes_back(tokenizer, text):
+def test_round_trip_of_any_text(tokenizer, text):
     ids = by_encoder(DocumentEncoder(tokenizer), [text])[0]
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert all(number >= 16 for number in ids)
@@ -104,7 +104,7 @@ def test_stretches_meet_where_both_pre_tokenisers_cut(tokenizer, gpt2, text):
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
-def test_the_cache_changes_nothing(tokenizer, gpt2, texts):
+def test_cache_does_not_change_ids(tokenizer, gpt2, texts):
     for each in (tokenizer, gpt2):
         encoder = DocumentEncoder(each)
         assert encoder._cache is not None
@@ -114,7 +114,7 @@ def test_the_cache_changes_nothing(tokenizer, gpt2, texts):
         assert by_encoder(DocumentEncoder(each, cache=False), texts) == expected
 
 
-def test_the_cache_changes_nothing_in_real_text(tokenizer, gpt2, monkeypatch):
+def test_cache_does_not_change_ids_of_real_text(tokenizer, gpt2, monkeypatch):
     monkeypatch.setattr(preprocessing.tokenizer, "_CACHED_STRETCHES", 30)  # emptied again and again
     texts = [TEXT[start : start + 997] for start in range(0, len(TEXT), 997)]
     for each in (tokenizer, gpt2):
@@ -131,7 +131,7 @@ def test_no_place_between_visible_characters_is_white_space_for_the_library():
     assert len(split.pre_tokenize_str("a b")) == 3
 
 
-def test_the_cache_forgets_long_stretches_and_is_bounded(tokenizer, monkeypatch):
+def test_cache_is_bounded_and_forgets_long_stretches(tokenizer, monkeypatch):
     monkeypatch.setattr(preprocessing.tokenizer, "_CACHED_STRETCHES", 100)
     encoder = DocumentEncoder(tokenizer)
     for number in range(50):
@@ -178,7 +178,7 @@ def pieces(text: str) -> list[str]:
     return [text[start:end] for _, (start, end) in cut]
 
 
-def test_where_text_is_cut():
+def test_pre_tokeniser_cuts_text():
     assert pieces("It's 1984, isn’t it?\n\n\tDon't 'till\n  x\r\n") == [
         *("It", "'s", " 1", "9", "8", "4", ",", " isn", "’t", " it", "?", "\n\n", "\t", "Don", "'t", " '", "till"),
         *("\n", " ", " x", "\r\n"),
@@ -199,7 +199,7 @@ def test_long_documents_are_encoded_in_pieces_without_a_difference(tokenizer, mo
 
 @settings(max_examples=200)
 @given(text=st.text(st.sampled_from("ab \n\t é你🙂"), min_size=1, max_size=80), limit=st.integers(8, 30))
-def test_cutting(text, limit):
+def test_cut_text_keeps_the_text_and_the_limit(text, limit):
     cut = cut_text(text, limit)
     assert "".join(cut) == text
     assert all(0 < len(piece) <= limit for piece in cut)
@@ -286,7 +286,7 @@ def run(*arguments: object) -> int:
     return script.main([str(argument) for argument in arguments])
 
 
-def test_the_script_reads_documents_not_escapes(tmp_path, capsys):
+def test_script_reads_documents_not_escapes(tmp_path, capsys):
     corpus = tmp_path / "corpus.jsonl"
     texts = [f'Größe {number}\nline \\ "quoted" ünïcode' for number in range(200)]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -304,14 +304,14 @@ def test_the_script_reads_documents_not_escapes(tmp_path, capsys):
     assert "fewer than the 400 asked for" in output
 
 
-def test_the_script_samples_large_input(tmp_path, capsys):
+def test_script_samples_large_input(tmp_path, capsys):
     (tmp_path / "c.txt").write_text("\n\n".join(f"document number {number} of many" for number in range(1000)))
     arguments = ("--input", tmp_path / "c.txt", "--output", tmp_path / "t.json", "--vocab_size", 300)
     assert run(*arguments, "--report_megabytes", "0.014") == 0
     assert "500 words" in capsys.readouterr().out
 
 
-def test_the_script_overwrites_only_when_told(tmp_path, capsys):
+def test_script_overwrites_only_with_the_flag(tmp_path, capsys):
     (tmp_path / "c.txt").write_text(TEXT)
     output = tmp_path / "t.json"
     arguments = ("--input", tmp_path / "c.txt", "--output", output, "--min_frequency", 2)
@@ -338,7 +338,7 @@ def test_the_script_overwrites_only_when_told(tmp_path, capsys):
         (["--input", "bad.jsonl"], "bad.jsonl, line 2: not valid JSON"),
     ],
 )
-def test_the_script_refuses(tmp_path, monkeypatch, capsys, arguments, sentence):
+def test_script_refuses(tmp_path, monkeypatch, capsys, arguments, sentence):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.txt").write_text("some text")
     (tmp_path / "empty.txt").write_text("\n \n")

@@ -164,7 +164,7 @@ def test_verify_compares_manifest_and_tokenizer(folder, tokenizer_path, texts, c
     assert "num_tokens is not the sum over its shards" in capsys.readouterr().err
 
 
-def test_what_cannot_be_inspected(tmp_path, folder, capsys):
+def test_inspection_refuses_unusable_folders(tmp_path, folder, capsys):
     for path, sentence in ((tmp_path / "none", "is not a folder"), (tmp_path, "is not a complete shard folder")):
         assert inspect(path) == 2
         (error,) = capsys.readouterr().err.splitlines()
@@ -188,7 +188,7 @@ def test_docstrings_come_without_running_anything(tmp_path):
     assert len(found) > 30
 
 
-def test_prose():
+def test_docstrings_become_prose():
     assert clean("One.\n\n    >>> f(1)\n    2\n\nTwo.   \n  three") == "One.\n\nTwo.\n  three"
     prose = "This sentence has some words that people could really have written."
     assert is_prose(prose, 5)
@@ -197,7 +197,7 @@ def test_prose():
     assert not is_prose("это предложение написано не по английски", 5)
 
 
-def test_the_demo_corpus_is_real_and_the_same_every_time():
+def test_demo_corpus_is_real_and_deterministic():
     first, second = collect(20, 20_000), collect(20, 20_000)
     assert first == second
     assert 20_000 <= first.words < 21_000
@@ -213,7 +213,7 @@ def demo(*arguments: object) -> int:
 
 
 @pytest.mark.slow
-def test_the_script_writes_both_formats(tmp_path, capsys):
+def test_demo_corpus_script_writes_both_formats(tmp_path, capsys):
     for name in ("x.jsonl", "x.txt"):
         assert demo("--output", tmp_path / name, "--max_words", 5000) == 0
     documents = collect(20, 5000).documents
@@ -236,7 +236,7 @@ def test_the_script_writes_both_formats(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_all_scripts_in_a_row(tmp_path):
+def test_scripts_from_text_to_inspection(tmp_path):
     """As files from another folder, and as modules from the repository root; without PYTHONPATH."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 

@@ -49,7 +49,7 @@ def test_every_row_once_and_in_its_epoch(tmp_path_factory, data):
 
 
 @pytest.mark.parametrize("objective", [MASKED, CAUSAL])
-def test_a_batch_is_a_sample_of_the_corpus(tmp_path, objective):
+def test_batch_is_a_sample_of_the_corpus(tmp_path, objective):
     """Four books and many short texts: each batch holds about their shares, in every epoch."""
     corpus = make_corpus(tmp_path, [20_000] * 4 + [100] * 200)
     plan = DataPlan(40, 32, 128, batch_reduction=1, hybrid_numerator=1, hybrid_denominator=2, milestones=(0.5,))

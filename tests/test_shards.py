@@ -55,7 +55,7 @@ def manifest_folder(folder: Path, counts: tuple[int, ...] = (2, 1)) -> Path:
     return folder
 
 
-def test_layout_byte_by_byte(shard):
+def test_file_format_byte_by_byte(shard):
     fields = struct.pack("<8sI8sQQQ32s", b"TOKSHARD", 1, b"uint16", 3, 5, 1000, bytes.fromhex(HASH))
     header = (fields + struct.pack("<I", zlib.crc32(fields))).ljust(256, b"\0")
     tokens = struct.pack("<5H", 20, 21, 22, 5, 999) + bytes(6)  # up to a multiple of 8
@@ -132,7 +132,7 @@ def test_failure_keeps_the_older_file(shard):
     assert os.listdir(shard.parent) == ["one.shard"]
 
 
-def test_durable_before_it_has_its_name(tmp_path, monkeypatch):
+def test_shard_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
     calls = []
     fsync, replace = os.fsync, os.replace
 
@@ -181,7 +181,7 @@ def test_documents_may_be_written_in_pieces(tmp_path):
 # Opening
 
 
-def test_truncation_at_any_place_is_noticed(shard, tmp_path):
+def test_truncation_at_any_offset_is_noticed(shard, tmp_path):
     content = shard.read_bytes()
     broken = tmp_path / "broken.shard"
     for size in [*range(0, 300), len(content) - 8, len(content) - 1]:
@@ -271,7 +271,7 @@ def test_drop_cache_gives_memory_back(tmp_path):
 # Tokenizer hash
 
 
-def test_tokenizer_hash_is_of_the_meaning(tmp_path):
+def test_tokenizer_hash_ignores_json_formatting(tmp_path):
     tokenizer = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"], ["ab", "c"]]}, "padding": 1}
     path = tmp_path / "tokenizer.json"
 
@@ -329,7 +329,7 @@ def test_resolving_folders_files_and_globs(tmp_path):
     assert resolve_shards(str(tmp_path / "*")) == [*shards, two / "shard_00000.shard"]
 
 
-def test_order_is_the_manifests(tmp_path):
+def test_shard_order_is_the_manifests(tmp_path):
     folder = manifest_folder(tmp_path / "corpus")
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["shards"].reverse()
@@ -372,7 +372,7 @@ def test_unfinished_work_is_refused_in_every_form(tmp_path, name):
         resolve_shards(folder)
 
 
-def test_a_shard_that_the_manifest_does_not_list_is_refused_in_every_form(tmp_path):
+def test_unlisted_shard_is_refused_in_every_form(tmp_path):
     folder = manifest_folder(tmp_path / "corpus")
     write_shard(folder / "other.shard", [np.array([20])], HASH, 1000)
     for path in (folder / "*.shard", folder / "other.shard", folder / "**", tmp_path / "**" / "o*.shard"):
@@ -381,7 +381,7 @@ def test_a_shard_that_the_manifest_does_not_list_is_refused_in_every_form(tmp_pa
     assert len(resolve_shards(str(folder / "shard_*.shard"))) == 2
 
 
-def test_a_listed_shard_that_a_glob_misses_is_named(tmp_path):
+def test_missing_listed_shard_of_a_glob_is_named(tmp_path):
     folder = manifest_folder(tmp_path / "corpus", (1, 2, 3))
     (folder / "shard_00001.shard").unlink()
     assert len(resolve_shards(str(folder / "shard_0000[02].shard"))) == 2
@@ -390,7 +390,7 @@ def test_a_listed_shard_that_a_glob_misses_is_named(tmp_path):
             resolve_shards(str(path))
 
 
-def test_a_glob_never_takes_what_was_held_out(tmp_path):
+def test_glob_never_takes_the_validation_split(tmp_path):
     for name in ("train", "validation"):
         manifest_folder(tmp_path / "shards" / name)
     for path in ("shards/*", "shards/*/*.shard", "**/*.shard"):

@@ -112,7 +112,7 @@ def draw_stream(folder: Path, data: st.DataObject) -> TokenStream:
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data())
-def test_any_range_equals_the_slice_of_the_whole(tmp_path_factory, data):
+def test_read_of_any_range_equals_the_slice_of_the_stream(tmp_path_factory, data):
     stream = draw_stream(tmp_path_factory.mktemp("shards"), data)
     total = stream.corpus.tokens_before_epoch(3)
     whole, origins = stream.read(0, total, origins=True)
@@ -125,7 +125,7 @@ def test_any_range_equals_the_slice_of_the_whole(tmp_path_factory, data):
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_rows_from_anywhere_equal_slices_of_the_whole(tmp_path_factory, data):
+def test_read_rows_equals_slices_of_the_stream(tmp_path_factory, data):
     stream = draw_stream(tmp_path_factory.mktemp("shards"), data)
     total = stream.corpus.tokens_before_epoch(3)
     whole, origins = stream.read(0, total, origins=True)
@@ -148,7 +148,7 @@ def test_origins_name_the_token_and_its_earlier_uses(tmp_path):
     np.testing.assert_array_equal(uses[stored], np.searchsorted(ends, np.flatnonzero(stored), side="right"))
 
 
-def test_origins_have_room_for_a_corpus_of_trillions(tmp_path):
+def test_origins_have_room_for_trillions_of_tokens(tmp_path):
     write_documents(tmp_path, [[5, 3, 8], [2, 6]])
     corpus, large = (open_corpus(str(tmp_path / "*.shard")) for _ in range(2))
     large._shard_tokens = large._shard_tokens + 60 * 10**12  # as if so many tokens were in front
@@ -195,7 +195,7 @@ def test_mix_uses_each_source_in_proportion_and_all_documents_equally(tmp_path, 
 
 @pytest.mark.parametrize("documents", [1, 3, 40])
 @pytest.mark.parametrize("repeat", [0.1, 0.15, 0.4, 1.4, 2.5])
-def test_a_fraction_is_exact_over_the_epochs(tmp_path, documents, repeat):
+def test_fractional_repeat_is_exact_over_the_epochs(tmp_path, documents, repeat):
     write_shard(tmp_path / "a.shard", [np.arange(20 * i, 20 * i + 20) for i in range(1, documents + 1)], HASH, 1 << 20)
     write_shard(tmp_path / "b.shard", [np.arange(9000, 9010)] * 3, HASH, 1 << 20)
     sources = [{"path": "a.shard", "repeat": repeat}, {"path": "b.shard"}]
@@ -209,7 +209,7 @@ def test_a_fraction_is_exact_over_the_epochs(tmp_path, documents, repeat):
         assert max(counts) - min(counts) <= 1
 
 
-def test_a_fraction_is_a_sample(tmp_path):
+def test_fractional_repeat_takes_a_sample(tmp_path):
     write_shard(tmp_path / "a.shard", [np.full(5 + i // 900 * 100, 16 + i) for i in range(1000)], HASH, 1 << 20)
     write_shard(tmp_path / "b.shard", [np.arange(9000, 9010)] * 3, HASH, 1 << 20)
     (tmp_path / "mix.json").write_text(
@@ -247,7 +247,7 @@ def draw_mix(folder: Path, data: st.DataObject) -> Corpus:
 @pytest.mark.slow
 @settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "60")), deadline=None)
 @given(data=st.data())
-def test_any_mix_gives_every_token_its_uses_and_any_range_is_the_slice_of_the_whole(tmp_path_factory, data):
+def test_mix_uses_every_token_as_often_as_asked(tmp_path_factory, data):
     with tempfile.TemporaryDirectory(dir=tmp_path_factory.getbasetemp()) as folder:
         corpus = draw_mix(Path(folder), data)
         key = data.draw(st.none() | st.integers(0, 99))
@@ -287,7 +287,7 @@ def test_documents_without_tokens_are_refused(tmp_path):
         open_corpus(tmp_path / "part_0.shard")
 
 
-def test_no_document_is_taken_twice(tmp_path):
+def test_shards_taken_twice_are_refused(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     written = [write_shard(tmp_path / "a" / f"{i}.shard", [np.arange(20, 30 + i)], HASH, 1 << 20) for i in (0, 1)]
@@ -348,7 +348,7 @@ def test_identity_changes_with_the_data(tmp_path, listed, copies):
     assert len({first, *others}) == 5
 
 
-def test_the_identity_of_the_first_checkpoints_is_known(tmp_path):
+def test_identity_in_first_checkpoints_is_recognised(tmp_path):
     for number, lengths in enumerate(([5, 3], [4, 400])):
         documents = np.split(np.arange(16, 16 + sum(lengths)) + 100 * number, lengths[:1])
         write_shard(tmp_path / f"part_{number}.shard", documents, HASH, 1 << 20)
@@ -376,7 +376,7 @@ def test_whole_repeats_come_in_the_order_they_always_had(tmp_path):
     assert hashlib.sha256(tokens.tobytes() + origins.tobytes()).hexdigest() == known
 
 
-def test_more_shards_than_the_soft_limit_of_open_files(tmp_path, monkeypatch):
+def test_open_file_limit_is_raised_for_many_shards(tmp_path, monkeypatch):
     write_documents(tmp_path, [[2]] * 60)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
@@ -393,7 +393,7 @@ def test_more_shards_than_the_soft_limit_of_open_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [4000, 300])  # within the tokens, within the header
-def test_a_shard_that_shrinks_is_named(tmp_path, size):
+def test_shrinking_shard_is_named(tmp_path, size):
     write_documents(tmp_path, [[5], [3000] * 4])
     corpus = open_corpus(str(tmp_path / "*.shard"))
     stream = TokenStream(corpus, 1)
@@ -406,7 +406,7 @@ def test_a_shard_that_shrinks_is_named(tmp_path, size):
         stream.read(0, corpus.tokens_before_epoch(1))
 
 
-def test_tokens_are_read_without_what_lies_around_them(tmp_path):
+def test_tokens_are_read_without_readahead(tmp_path):
     write_shard(tmp_path / "x.shard", [np.full(500_000, 9, np.uint16)] * 4, HASH, 1000)
     corpus = open_corpus(tmp_path / "x.shard")
     TokenStream(corpus, 1).read(0, 20)
@@ -425,7 +425,7 @@ def test_identity_changes_with_order_and_repeats(tmp_path):
     assert len(found) == 4
 
 
-def test_a_shard_of_another_tokenizer_is_refused(tmp_path):
+def test_shard_of_another_tokenizer_is_refused(tmp_path):
     write_documents(tmp_path, [[5]])
     with pytest.raises(ShardError, match="tokenizer"):
         Corpus(tmp_path / "part_0.shard", tokenizer_hash="cd" * 32, bos_id=BOS, eos_id=EOS)
