@@ -182,7 +182,7 @@ def _work(pipe: connection.Connection, settings: EncoderSettings) -> None:
     while True:
         try:
             chunk = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # reset: closed with a result that nobody took
             return
         try:
             result: EncodedChunk | CommandError = encode(chunk)
