@@ -67,8 +67,8 @@ def main(
             end.closes(Watchdog(config, world))
         state = TrainState.create(config, inputs.model_config, inputs.builder.options, world, start.checkpoint)
         if world.is_main:
-            told = describe(inputs, world, split, state.parameters, state.step, pairs.summary if pairs else "")
-            print(told, flush=True)
+            summary = describe(inputs, world, split, state.parameters, state.step, pairs.summary if pairs else "")
+            print(summary, flush=True)
         status = StatusFile(config.run_folder, world.environment, config.max_steps)
         if state.step == config.max_steps:
             return end.already_complete(status)

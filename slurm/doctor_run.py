@@ -51,7 +51,7 @@ def measure_run(inputs: Inputs, environment: Environment) -> dict[str, Any]:
     view.check_unlocked()
     folders = view.checkpoint_folders
     cut_off = sorted(p.name for kind in ("tmp", "old", "gone") for f in folders for p in f.glob(f".{kind}_step_*"))
-    checkpoint, notes = find_resume_point(view, inputs, was_restarted(environment), environment.job_id, mend=False)
+    checkpoint, notes = find_resume_point(view, inputs, was_restarted(environment), environment.job_id, cleanup=False)
     return {
         "used": view.used,
         "step": checkpoint.step if checkpoint else 0,

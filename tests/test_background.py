@@ -86,7 +86,7 @@ def test_samples_that_fail_leave_the_run_as_it_is(inputs, tmp_path, capsys, monk
     assert train_single_gpu.main(flags(inputs, tmp_path, "whole", **options), single_world) == 0
     monkeypatch.setattr("evaluation.samples.continue_prompts", broken)
     assert train_single_gpu.main(flags(inputs, tmp_path, "broken", **options), single_world) == 0
-    note = "note: no samples from here on (RuntimeError: no words); the run goes on without them"
+    note = "note: no samples from here on (RuntimeError: no words); the run continues without them"
     assert capsys.readouterr().out.count(note) == 1
     whole, broken_run = (training_lines(tmp_path / name) for name in ("whole", "broken"))
     assert [line["train/loss"] for line in whole] == [line["train/loss"] for line in broken_run]

@@ -214,7 +214,7 @@ def test_a_save_that_fails_is_tried_again_at_once_and_with_the_next(inputs, tmp_
     found = refused(lambda _path: len(found) < 3)  # both times in step 4, the first time in step 8
     assert train(inputs, tmp_path) == 0
     said = capsys.readouterr().out
-    assert "Stale file handle; the run goes on without this save (1 of --max_failed_saves 3 in a row)" in " ".join(
+    assert "Stale file handle; the run continues without this save (1 of --max_failed_saves 3 in a row)" in " ".join(
         said.split()
     )
     assert f"tried again, {tmp_path}/run/checkpoints/step_00000008 was written" in said

@@ -171,7 +171,7 @@ def _say(note: str) -> None:
 def locate(path: str | Path, say: Callable[[str], None] = _say) -> Checkpoint:
     """The checkpoint meant by a checkpoint folder or a run folder (its newest whole one). Raises CheckpointError.
 
-    say: is told of each newer one that is damaged.
+    say: reports each newer one that is damaged.
     """
     path = Path(path)
     if not path.is_dir():
@@ -190,7 +190,7 @@ def locate(path: str | Path, say: Callable[[str], None] = _say) -> Checkpoint:
 
 
 def set_aside(parent: Path, step: int, records: Iterable[Path] = (), rename: bool = True) -> list[str]:
-    """Rename the checkpoints newer than `step`, from which their run goes on: they are of another branch, or damaged.
+    """Rename the checkpoints newer than `step`, from which their run resumes: they are of another branch, or damaged.
 
     Returns a sentence for each. records: the run's files that get shorter now; the newest checkpoint gets a copy of
     them. rename: without, nothing is changed. Raises OSError.
@@ -199,7 +199,7 @@ def set_aside(parent: Path, step: int, records: Iterable[Path] = (), rename: boo
     for path in (path for path in list_checkpoints(parent) if step_of(path) > step):
         numbers = itertools.chain([""], (f"_{number}" for number in itertools.count(2)))
         name = next(n for i in numbers if not (parent / (n := f"{ABANDONED}{path.name}{i}")).exists())
-        notes.append(f"the run goes on from step {step}: {path} is kept as {name} and counts no more")
+        notes.append(f"the run resumes from step {step}: {path} is kept as {name} and counts no more")
         if rename:
             for record in filter(Path.exists, [] if len(notes) > 1 else records):
                 shutil.copyfile(record, path / record.name)

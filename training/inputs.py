@@ -121,7 +121,7 @@ def make_plan(config: TrainingConfig) -> DataPlan:
 
 
 def _with_later_flags(config: TrainingConfig) -> TrainingConfig:
-    """`config` with LATER_FLAGS filled in where they were not given: as the run to go on from has them."""
+    """`config` with LATER_FLAGS filled in where they were not given: as the run to resume has them."""
     left = [name for name in LATER_FLAGS if getattr(config, name) is None]
     folder = RunView(config.run_folder)
     start = folder.path if folder.used else Path(config.checkpoint_filename or config.resume)

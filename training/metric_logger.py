@@ -56,8 +56,8 @@ def keep_until(path: Path, step: int) -> int:
 
 def missing_steps(path: Path, first: int, last: int) -> list[int]:
     """The training steps from `first` to `last` that a metrics.jsonl does not tell of."""
-    told = {record["step"] for record in read_metrics(path) if "train/loss" in record}
-    return [step for step in range(first, last + 1) if step not in told]
+    logged = {record["step"] for record in read_metrics(path) if "train/loss" in record}
+    return [step for step in range(first, last + 1) if step not in logged]
 
 
 def trim_metrics(folder: RunView, step: int) -> None:
@@ -168,7 +168,7 @@ class MetricLogger(NullLogger):
                 file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
         except Exception as error:
             self._samples = False
-            self.say(f"note: no samples from here on ({type(error).__name__}: {error}); the run goes on without them")
+            self.say(f"note: no samples from here on ({type(error).__name__}: {error}); the run continues without them")
             return
         if self._wandb is not None and samples:
             self._wandb.put(lambda run: run.log(_sample_tables(samples), step=samples[-1]["step"]))

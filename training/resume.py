@@ -34,7 +34,7 @@ class Start:
 
 
 def open_run(inputs: Inputs, world: World, stack: ExitStack) -> Start:
-    """Open and lock the run folder and find the checkpoint to go on from; rank 0 does, and all ranks learn of it.
+    """Open and lock the run folder and find the checkpoint to resume from; rank 0 does, and all ranks learn of it.
 
     stack: closes the folder. Raises on all ranks where rank 0 refuses to start.
     """
@@ -64,43 +64,43 @@ def was_restarted(environment: Environment) -> bool:
 
 
 def find_resume_point(
-    folder: RunView, inputs: Inputs, restarted: bool = False, job_id: str | None = None, mend: bool = True
+    folder: RunView, inputs: Inputs, restarted: bool = False, job_id: str | None = None, cleanup: bool = True
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint to go on from (None: start anew) and notes for the user.
+    """The checkpoint to resume from (None: start anew) and notes for the user.
 
-    Newer checkpoints of the run are set aside. mend: without, nothing is changed on the disk.
+    Newer checkpoints of the run are set aside. cleanup: False changes nothing on the disk.
     restarted: this very command has been started before, in SLURM's job `job_id` or by torchrun.
     Raises ConfigError or CheckpointError where the request and what is there do not fit together.
     """
     config, places = inputs.config, folder.checkpoint_folders
-    if mend:
+    if cleanup:
         for place in places:
             clean(place)
     lost = [place for place in places[1:] if not place.is_dir()]
     notes = [f"{place}, where --spare_checkpoint_dir let the run save, is not there" for place in lost]
-    wish = config.checkpoint_filename or config.resume
+    source = config.checkpoint_filename or config.resume
     earlier = folder.read_config() if folder.used else None
     began, again = _granted(config, earlier, job_id if restarted else "")
-    if restarted and wish == "never":
-        wish = "auto"
+    if restarted and source == "never":
+        source = "auto"
     elif (began or again) and list_checkpoints(*places):
-        notes.append(f"{folder.path} went on from --resume {wish!r} before: it goes on from its own newest checkpoint")
-        wish = "auto"
-    if wish == "never":
+        notes.append(f"{folder.path} has begun from --resume {source!r}: it resumes from its own newest checkpoint")
+        source = "auto"
+    if source == "never":
         if folder.used:
             raise ConfigError(
                 f"--resume never: {folder.path} holds a run already; take another --name or --resume auto"
             )
         return None, []
-    if wish == "auto":
+    if source == "auto":
         same_run, (checkpoint, problems) = True, find_newest(*places)
         if checkpoint is None and problems:
             raise ConfigError(f"--resume auto: no checkpoint in {folder.path} is whole: {'; '.join(problems)}")
         notes += problems
     else:
-        checkpoint, same_run = _named(wish, folder, notes)
+        checkpoint, same_run = _named(source, folder, notes)
         if folder.used and not same_run and not began:
-            raise ConfigError(f"--resume {wish!r}: {folder.path} holds another run already; take another --name")
+            raise ConfigError(f"--resume {source!r}: {folder.path} holds another run already; take another --name")
     flags = earlier["flags"] if earlier and same_run else checkpoint.record["flags"] if checkpoint else None
     changed = differences(flags, config) if flags is not None else []
     if changed and same_run:
@@ -114,14 +114,14 @@ def find_resume_point(
     if checkpoint is not None:
         changed += _check_fit(checkpoint, inputs, same_run)
         for place in places:
-            notes += set_aside(place, checkpoint.step, (folder.metrics, folder.samples), rename=mend)
+            notes += set_aside(place, checkpoint.step, (folder.metrics, folder.samples), rename=cleanup)
     return checkpoint, notes + [f"branching off with a change: {change}" for change in changed]
 
 
 def _granted(config: TrainingConfig, earlier: dict[str, Any] | None, job_id: str | None) -> tuple[bool, bool]:
-    """Whether the run began, and whether job `job_id` last went on, where --resume PATH says.
+    """Whether the run began, and whether job `job_id` last resumed, where --resume PATH says.
 
-    The same command, given again after a kill, then goes on with what became of it. job_id: "" for a first start.
+    The same command, given again after a kill, then resumes what became of it. job_id: "" for a first start.
     """
     path, launches = origin(config), (earlier or {}).get("launches") or [{}]
     began, last = (launches[n].get("resumed_from") == path is not None for n in (0, -1))
@@ -182,7 +182,7 @@ def _saved_data(checkpoint: Checkpoint, inputs: Inputs) -> str:
 
 
 def _check_data(checkpoint: Checkpoint, inputs: Inputs) -> None:
-    """Refuse to go on with other shards, or with another held-out set under the same names. Raises ConfigError."""
+    """Refuse to resume with other shards, or with another held-out set under the same names. Raises ConfigError."""
     record, config = checkpoint.record, inputs.config
     remedy = "restore it, or branch off with --resume CHECKPOINT --name NEW"
     if "held_out" not in record and inputs.corpus.sampled:

@@ -198,5 +198,5 @@ class RunFolder(RunView):
 
 def origin(config: TrainingConfig) -> str | None:
     """The full path that --resume or --checkpoint_filename names, None where it names none."""
-    wish = config.checkpoint_filename or config.resume
-    return None if wish in ("auto", "never") else str(Path(wish).resolve())
+    source = config.checkpoint_filename or config.resume
+    return None if source in ("auto", "never") else str(Path(source).resolve())

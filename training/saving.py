@@ -37,7 +37,7 @@ def save(state: TrainState, saver: Saver | None, last: bool = False) -> bool:
 def check_finite(state: TrainState) -> None:
     """Refuse to save weights, averages or moments that are not finite: one norm for each, one look at the device.
 
-    Raises NonFiniteError, on all ranks alike where all hold the same bits (see divergence.py).
+    Raises NonFiniteError, on all ranks alike where all hold the same bits (see rank_checks.py).
     """
     named = {f"{group}/{name}": value for group, tensors in _tensors(state).items() for name, value in tensors.items()}
     finite = torch.isfinite(torch.stack(torch._foreach_norm(list(named.values())))).tolist()
@@ -107,14 +107,14 @@ class Saver:
             self._prune(step)
             return self.newest
         self._failed += 1
-        told, limit = "; ".join(dict.fromkeys(problems)), config.max_failed_saves
+        failures, limit = "; ".join(dict.fromkeys(problems)), config.max_failed_saves
         if not last and self._failed < limit:
             row = f"{self._failed} of --max_failed_saves {limit} in a row"
-            self._say(f"note: {told}; the run goes on without this save ({row})")
+            self._say(f"note: {failures}; the run continues without this save ({row})")
             return None
         newest = next(iter(list_checkpoints(*self._places)), None)
         kept = f"; {newest} is intact" if newest else ""
-        raise SaveError(f"{told}{kept}. Mend that (space, rights, mounts) or give --spare_checkpoint_dir, then resume")
+        raise SaveError(f"{failures}{kept}. Check space, rights, mounts or give --spare_checkpoint_dir, then resume")
 
     def _record(self, step: int) -> dict[str, Any]:
         inputs = self._inputs
