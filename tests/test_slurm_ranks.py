@@ -67,7 +67,7 @@ def test_other_numbers_of_ranks(jobs, own_gpu, cluster):
             shutil.rmtree(path)
     keep_until(resized / "metrics.jsonl", 10)
 
-    job_id = jobs.submit("resized", "--ntasks=2", "-wnode3", env={"TEST_STEP_SECONDS": "0.2"})
+    job_id = jobs.submit("resized", "--ntasks=2", "-wnode3", env={"TEST_STEP_SECONDS": "1"})
     jobs.wait_for_step(job_id, "resized", 15)
     cluster.scancel("--signal=INT", job_id)
     cluster.wait(job_id, "COMPLETED")
