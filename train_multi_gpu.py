@@ -13,8 +13,8 @@ signals = early_signals() if __name__ == "__main__" else None
 from collections.abc import Sequence
 
 import train_single_gpu
-from training.background import leave
 from training.distributed import start_world
+from training.sinks import leave
 
 
 def main(arguments: Sequence[str], signals: StopSignals | None = None) -> int:

@@ -16,17 +16,18 @@ from data.loader import Loader
 from evaluation.pair_accuracy import PairAccuracy
 from evaluation.samples import sample_texts
 from report.html_report import publish_report
-from training.background import leave
 from training.config import TrainingConfig, parse_on_rank
 from training.distributed import World, single_world
 from training.errors import HardwareError
 from training.inputs import Inputs, choose_split, read_inputs
-from training.metric_logger import NullLogger, open_logger, wandb_mode
+from training.metric_logger import MetricLogger, open_logger
+from training.plugins import Plugins, evaluation_line
 from training.rank_checks import check_same_run
 from training.resume import open_run
 from training.run_end import RunEnd
 from training.saving import Saver, save
 from training.schedules import due
+from training.sinks import check_sinks, leave
 from training.state import TrainState
 from training.status import StatusFile
 from training.step import agree, train_step, warm_up
@@ -52,13 +53,15 @@ def main(
     with RunEnd(signals) as end:  # closes what was opened; errors become sentences and exit codes
         # ---------------------------------------- What to train: refused here in one sentence, or not at all
         config = end.config = parse_on_rank(arguments, description, alone=connect is single_world)
-        wandb_mode(config)  # better to know now that wandb is missing
+        check_sinks(config)  # better to know now that wandb is missing
+        plugins = Plugins(config.plugin)
         inputs = read_inputs(config)  # tokenizer, model sizes, shards, and the plan of every global batch
         pairs = PairAccuracy.read(inputs)
         world = end.connects(connect(config))
         inputs = inputs.on_device(world.device)
         config = end.config = inputs.config
-        check_same_run(inputs, world, pairs.content if pairs else "")  # ranks that differ might wait for each other
+        # Ranks that differ might wait for each other in vain.
+        check_same_run(inputs, world, pairs.content if pairs else "", plugins.content)
         split = choose_split(config, inputs.plan, world.size)
 
         # ---------------------------------------- Where it starts: step 0, or a checkpoint of any number of ranks
@@ -75,14 +78,15 @@ def main(
         conditions = StopConditions(config, end.signals, world.environment, start.attempt, state.checkpoint_bytes)
         log, saver = end.log, None
         if start.folder is not None:
-            log = end.opens(open_logger(start.folder, inputs, world, state.step, status, conditions.signalled), status)
+            log = open_logger(start.folder, inputs, world, state.step, status, conditions.signalled, plugins)
+            end.opens(log, status)
             saver = Saver(start.folder, inputs, log, conditions, status)
         if config.compile:
             log.say(warm_up(state, inputs.builder, split, config.local_batch_size))
         loader = end.closes(inputs.loader(world, split, state.step))
 
         # ---------------------------------------- The loop, and how it ends: finished, stopped, or requeued by SLURM
-        end.stop = run_steps(state, inputs, pairs, loader, log, saver, conditions)
+        end.stop = run_steps(state, inputs, pairs, plugins, loader, log, saver, conditions)
         end.step = state.step
         if end.stop is None and saver is not None:
             end.finish()
@@ -95,8 +99,9 @@ def run_steps(
     state: TrainState,
     inputs: Inputs,
     pairs: PairAccuracy | None,
+    plugins: Plugins,
     loader: Loader,
-    log: NullLogger,
+    log: MetricLogger,
     saver: Saver | None,
     conditions: StopConditions,
 ) -> Stop | None:
@@ -105,9 +110,7 @@ def run_steps(
     metrics = AsyncStepMetrics(world, inputs.model_config)
     saved = state.step  # what it began with is in a checkpoint already, or follows from the seed
     while state.step < config.max_steps:
-        batch = loader.peek(
-            _DATA_SECONDS
-        )  # this rank's rows of global batch `state.step`; None while they are not ready
+        batch = loader.peek(_DATA_SECONDS)  # this rank's rows of global batch `state.step`; None while not ready
         if loader.late > 60 * config.collective_timeout:
             raise HardwareError(f"no rows came from {config.train_path} for {loader.late:.0f} s; do its disks answer?")
         request = conditions.requested(log.problem)
@@ -124,18 +127,22 @@ def run_steps(
         step = train_step(state, batch, targets, config, plan)  # micro-batches, all_reduce, clipping, LAMB, EMA
         log.log_steps(metrics.push(step, loader_wait_seconds=waited))
 
-        validates = held_out is not None and due(state.step, config.validate_every, config.max_steps)
+        validation_due = due(state.step, config.validate_every, config.max_steps)
+        validates, measures = validation_due and held_out is not None, validation_due and plugins.has_evaluations
         evaluates = pairs is not None and due(state.step, config.evaluate_every, config.max_steps)
         saves = due(state.step, config.save_every, config.max_steps) or state.step in config.save_steps
-        if not (validates or evaluates or saves):
+        if not (validates or measures or evaluates or saves):
             continue
-        log.log_steps(metrics.flush(), last=validates or evaluates)
+        log.log_steps(metrics.flush(), last=validates or measures or evaluates)
         world.progress.in_step = False  # until the next agreement, before which rank 0 may have more to do
         if validates and held_out is not None:
             found = validation_metrics(state, inputs)
             log.log(found)
             log.say(validation_line(found))
             log.log_samples(lambda: sample_texts(state, held_out.corpus, inputs.tokenizer_text, config))
+        if measures and (found := plugins.evaluate(state, inputs, log.say)):
+            log.log(found)
+            log.say(evaluation_line(found))
         if evaluates and pairs is not None:
             found = pairs.measure(state, plan.tokens_before(state.step))
             log.log(found)

@@ -15,7 +15,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -29,7 +29,7 @@ from report.runs import Run, folder_of, read_runs
 from training.status import SAMPLES
 
 if TYPE_CHECKING:
-    from training.metric_logger import NullLogger
+    from training.metric_logger import MetricLogger
 
 _WATCHED = ("metrics.jsonl", "status.json", "config.json", "attempts.jsonl", SAMPLES)
 _LARGEST_FRACTION = 0.1  # of the time that --watch spends writing pages
@@ -102,7 +102,7 @@ def write(runs: list[Run], output: Path, refresh: float = 0.0) -> None:
     write_atomically(output, page(runs, refresh).encode(errors="replace"))  # half a surrogate pair is no text
 
 
-def publish_report(folder: Path, log: NullLogger, step: int) -> None:
+def publish_report(folder: Path, log: MetricLogger, step: int) -> None:
     """Write a finished run's report.html, and give it and its figures to wandb; what fails is only told."""
     page_file, picture = folder / "report.html", folder / "metrics.png"
     try:
@@ -111,19 +111,10 @@ def publish_report(folder: Path, log: NullLogger, step: int) -> None:
         if log.takes_media:
             with suppress(ReportError):  # matplotlib is optional
                 draw([load_metrics(folder)], picture)
-            log.log_media(lambda: _media(page_file, picture), step)
+            files = {"report": page_file, "figures/metrics": picture}
+            log.log_media({key: file for key, file in files.items() if file.exists()}, step)
     except Exception as error:  # the run is complete and saved: nothing here may turn it into a failure
         log.say(f"note: no report was written ({type(error).__name__}: {error}); report/html_report.py can")
-
-
-def _media(page_file: Path, picture: Path) -> dict[str, Any]:
-    """The report, and the figures where matplotlib has drawn them, for wandb."""
-    import wandb
-
-    media: dict[str, Any] = {"report": wandb.Html(str(page_file), inject=False)}
-    if picture.exists():
-        media["figures/metrics"] = wandb.Image(str(picture))
-    return media
 
 
 def watch(runs: list[str], output: Path, interval: float) -> int:

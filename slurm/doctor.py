@@ -50,7 +50,8 @@ from training.config import ConfigError, TrainingConfig, make_parser, parse_conf
 from training.distributed import RankMissing, RankStore, World, choose_device, start_world
 from training.environment import Environment, EnvironmentProblem, read_environment
 from training.inputs import Inputs, choose_split, read_inputs, resolve_device_defaults
-from training.metric_logger import wandb_mode
+from training.plugins import Plugins
+from training.sinks import check_sinks
 
 _DESCRIPTION = "Check machines, network, run folder, shards and one real step before training; takes training's flags."
 _CHECKSUM_SECONDS = 4 * 3600.0  # terabytes of shards
@@ -173,7 +174,8 @@ def _open_inputs(doctor: Doctor, request: Request, device: torch.device) -> Inpu
     def open_inputs() -> Inputs:
         if request.config is None:
             raise ConfigError(request.problem)
-        wandb_mode(request.config)
+        check_sinks(request.config)
+        Plugins(request.config.plugin)
         return read_inputs(resolve_device_defaults(request.config, device))
 
     def assess(identities: Measurements) -> Row:

@@ -33,7 +33,11 @@ def with_absolute_paths(config: TrainingConfig, folder: Path) -> TrainingConfig:
     paths = {name: getattr(config, name) for name, spec in FIELDS.items() if spec.metadata["path"]}
     if config.resume in ("auto", "never"):
         del paths["resume"]
-    return dataclasses.replace(config, **{name: str(folder / path) for name, path in paths.items() if path})
+
+    def absolute(path: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        return str(folder / path) if isinstance(path, str) else tuple(str(folder / each) for each in path)
+
+    return dataclasses.replace(config, **{name: absolute(path) for name, path in paths.items() if path})
 
 
 def is_list(flag: str) -> bool:

@@ -22,7 +22,7 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 # From the top of the house to its foundation: a file imports only from names below its own, and from its own folder.
 _FLOORS = (
-    ("slurm", "benchmarks"),
+    ("slurm", "benchmarks", "examples"),
     ("train_multi_gpu",),
     ("train_single_gpu",),
     ("evaluation",),
@@ -46,6 +46,7 @@ AT_IMPORT_TIME = {"torch", "numpy", "tokenizers", "tqdm"}
 FOR_TRANSFORMERS = {Path("export") / f"{name}_gpt_bert.py" for name in ("configuration", "layers", "modeling")}
 LAZY = {
     "wandb",
+    "tensorboard",
     "submitit",
     "transformers",
     "matplotlib",
@@ -256,10 +257,10 @@ def pins() -> dict[str, str]:
 
 def test_lock_satisfies_pyproject():
     extras = project()["optional-dependencies"]
-    assert set(extras) == {"wandb", "slurm", "hf", "plot", "flash", "data", "dev"}
+    assert set(extras) == {"wandb", "tensorboard", "slurm", "hf", "plot", "flash", "data", "dev"}
     locked = [
         *project()["dependencies"],
-        *(r for e in ("wandb", "slurm", "hf", "plot", "data", "dev") for r in extras[e]),
+        *(r for e in ("wandb", "tensorboard", "slurm", "hf", "plot", "data", "dev") for r in extras[e]),
     ]
     for text in locked:
         requirement = Requirement(text)

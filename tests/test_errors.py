@@ -32,6 +32,7 @@ from training.errors import (
     kind_of,
     kind_of_code,
 )
+from training.sinks import Sink
 from training.status import RUNNING, read_status, record_failure, write_status
 from training.stopping import RestartRefused
 
@@ -83,13 +84,11 @@ def test_exit_codes_are_those_of_the_readme():
         assert f"\n| {code}" in table, code
 
 
-class SlowSink:
+class SlowSink(Sink):
     """A wandb whose upload takes a minute."""
 
-    def log(self, *_: object, **__: object) -> None:
-        pass
-
-    def finish(self, _code: int) -> None:
+    def close(self, failed: bool) -> None:
+        assert failed
         time.sleep(60)
 
 
@@ -113,7 +112,7 @@ def test_error_is_reported_before_slow_start_up(inputs, tmp_path, capsys, monkey
         raise error
 
     monkeypatch.setattr("train_single_gpu.train_step", step)
-    monkeypatch.setattr("training.metric_logger._open_wandb", lambda *_: SlowSink())
+    monkeypatch.setattr("training.sinks.Wandb", lambda *_: SlowSink())
     monkeypatch.setattr("training.metric_logger._HURRIED_SECONDS", 0.05)
     monkeypatch.setattr(train_single_gpu.Loader, "close", close)
     began = time.monotonic()

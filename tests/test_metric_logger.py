@@ -19,7 +19,8 @@ from report.metrics import load_metrics
 from training.checkpoint import locate
 from training.config import ConfigError, TrainingConfig
 from training.environment import Environment
-from training.metric_logger import keep_until, read_metrics, wandb_mode
+from training.metric_logger import keep_until, read_metrics
+from training.sinks import wandb_mode
 from training.status import begin_attempt
 
 README = ROOT / "training" / "README.md"

@@ -19,7 +19,7 @@ from typing import Any
 
 from data.cli import Parser, closest, shown
 from ops import reference
-from training.flags import GROUPS, ConfigError, Flags, float_list, int_list
+from training.flags import GROUPS, ConfigError, Flags, float_list, int_list, text_list
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ def _typed(name: str, value: Any, path: str) -> Any:
     kind = spec.metadata["kind"]
     if kind is bool:
         fits = isinstance(value, bool) or (value is None and spec.default is None)
-    elif kind in (float_list, int_list):
-        one = int if kind is int_list else int | float
+    elif kind in (float_list, int_list, text_list):
+        one = {float_list: int | float, int_list: int, text_list: str}[kind]
         fits = isinstance(value, list) and all(isinstance(v, one) and not isinstance(v, bool) for v in value)
         value = tuple(value) if fits else value
     elif kind is float:

@@ -94,8 +94,13 @@ def int_list(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part.strip())
 
 
+def text_list(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 float_list.__name__ = "comma-separated numbers"  # in argparse's errors
 int_list.__name__ = "comma-separated whole numbers"
+text_list.__name__ = "comma-separated texts"
 
 
 def _flag(
@@ -314,6 +319,16 @@ class Flags:
         "auto: online with a login, offline without, disabled where wandb is not installed",
         "logs",
         choices=("auto", "online", "offline", "disabled"),
+    )
+    tensorboard: bool = _flag(
+        False, "write TensorBoard's files into the run folder (needs the package tensorboard)", "logs"
+    )
+    plugin: tuple[str, ...] = _flag(
+        (),
+        "Python files, comma-separated, with metrics, evaluations and sinks of your own, such as examples/plugin.py",
+        "logs",
+        kind=text_list,
+        path=True,
     )
 
     # jobs

@@ -42,10 +42,10 @@ _CODE = ("train_*.py", "model*.py", "data/*.py", "ops/*.py", "ops/cuda/*", "trai
 _PATHS = {name for name, spec in FIELDS.items() if spec.metadata["path"]} | {"HYBRID_KERNEL_CACHE"}
 
 
-def check_same_run(inputs: Inputs, world: World, evaluate_data: str) -> None:
+def check_same_run(inputs: Inputs, world: World, evaluate_data: str, plugins: str = "") -> None:
     """Raises ConfigError on all ranks, with the first difference, unless all ranks are about to train the same run.
 
-    evaluate_data: the content of --evaluate_data, "" without.
+    evaluate_data, plugins: the content of --evaluate_data and of the files of --plugin, "" without.
     """
     if world.size == 1:
         return
@@ -55,6 +55,7 @@ def check_same_run(inputs: Inputs, world: World, evaluate_data: str) -> None:
         "the data of --train_path": inputs.data_identity[:12],
         "the data of --valid_path": inputs.held_out_identity[:12] or None,
         "the data of --evaluate_data": (evaluate_data and _digest(evaluate_data.encode())) or None,
+        "the content of --plugin": plugins or None,
         "the file of --tokenizer_path": _digest(inputs.tokenizer_text.encode()),
         **{f"{key} in --config_file": value for key, value in inputs.model_config.to_dict().items()},
         "the code": _code(),

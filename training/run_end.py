@@ -11,9 +11,10 @@ from typing import Protocol, TypeVar
 from training.config import TrainingConfig
 from training.distributed import World
 from training.errors import DONE, NonFiniteError, OtherRankFailed, report_error
-from training.metric_logger import MetricLogger, NullLogger, unbreakable
+from training.metric_logger import MetricLogger
 from training.preemption import StopSignals
 from training.rank_checks import DivergenceError
+from training.sinks import unbreakable
 from training.status import FAILED, FINISHED, StatusFile, checkpoint_folders, list_checkpoints, newest_step, read_status
 from training.stopping import Stop, conclude, may_requeue, resume_command
 
@@ -36,7 +37,7 @@ class RunEnd:
         self.code = DONE
         self.config: TrainingConfig | None = None
         self.world: World | None = None
-        self.log: NullLogger = NullLogger()
+        self.log = MetricLogger()
         self.status: StatusFile | None = None  # on rank 0, once the run has begun to write
         self.stop: Stop | None = None
         self.step = 0  # done when it ended

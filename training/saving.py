@@ -13,7 +13,7 @@ from training.checkpoint import SaveError, prune, write_checkpoint
 from training.distributed import on_main
 from training.errors import NonFiniteError
 from training.inputs import Inputs
-from training.metric_logger import NullLogger
+from training.metric_logger import MetricLogger
 from training.optimizers import named_state
 from training.rank_checks import check_ranks
 from training.run_dir import RunFolder, versions
@@ -58,7 +58,7 @@ class Saver:
     """Writes the checkpoints of a run, on rank 0. newest: the last one that it has written."""
 
     def __init__(
-        self, folder: RunFolder, inputs: Inputs, log: NullLogger, conditions: StopConditions, status: StatusFile
+        self, folder: RunFolder, inputs: Inputs, log: MetricLogger, conditions: StopConditions, status: StatusFile
     ):
         self.newest: Path | None = None
         self._folder, self._inputs, self._log, self._say = folder, inputs, log, log.say
