@@ -8,8 +8,9 @@ of an objective is part of the keys of its rows and of its stream, so new ones g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ CAUSAL_ATTENTION = numbers_of(lambda objective: objective.causal)
 MASKING = numbers_of(lambda objective: objective.mask)
 NOT_MASKING = numbers_of(lambda objective: not objective.mask)
 ALL_TARGETS = numbers_of(lambda objective: objective.all_targets)
+
+
+def added_objectives() -> list[dict[str, Any]]:
+    """The objectives beside masked and causal as JSON, for a checkpoint; a run continues with those it began with."""
+    return [{**asdict(objective), "rows": str(objective.rows)} for objective in OBJECTIVES[2:]]
 
 
 def row_fractions(numerator: int, denominator: int) -> tuple[Fraction, ...]:

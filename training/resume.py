@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.objectives import added_objectives
 from model import ModelConfig
 from training.checkpoint import Checkpoint, CheckpointError, clean, find_newest, locate, set_aside
 from training.config import LATER_FLAGS, ConfigError, TrainingConfig, differences
@@ -166,6 +167,13 @@ def _check_fit(checkpoint: Checkpoint, inputs: Inputs, same_run: bool) -> list[s
         raise ConfigError(
             f"--max_steps is {inputs.config.max_steps} but {checkpoint.path} has done {checkpoint.step} steps already"
         )
+    if checkpoint.record.get("objectives", []) != added_objectives():
+        changed.append("data/objectives.py holds other objectives")
+        if same_run:
+            raise ConfigError(
+                f"data/objectives.py holds other objectives than checkpoint {checkpoint.path} was trained with; "
+                "restore them, or branch off with --resume CHECKPOINT --name NEW"
+            )
     if same_run:
         return []
     if _saved_data(checkpoint, inputs) != checkpoint.record["data"]:

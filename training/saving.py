@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from data.objectives import added_objectives
 from training.checkpoint import SaveError, prune, write_checkpoint
 from training.distributed import on_main
 from training.errors import NonFiniteError
@@ -124,6 +125,7 @@ class Saver:
             "data": inputs.data_identity,
             "held_out": inputs.held_out_identity,
             "versions": versions(),
+            **({"objectives": added} if (added := added_objectives()) else {}),
         }
 
     def _files(self) -> dict[str, bytes]:
