@@ -7,15 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from helpers.tiny_runs import command, environment, flags, make_inputs, run, training_lines
+from helpers.held_run import HeldRun
+from helpers.tiny_runs import flags, make_inputs, run, training_lines
 
 from training.checkpoint import find_newest, locate
-from training.metric_logger import read_metrics
 from training.status import list_checkpoints
 
 STEPS = 30
@@ -49,36 +48,10 @@ def assert_same_run(whole: Path, other: Path) -> None:
             assert (left[key] - right[key]).norm() / left[key].norm().clamp(min=1e-6) < 1e-3, (part, key)
 
 
-def start(arguments: list[str], ranks: int) -> subprocess.Popen:
-    return subprocess.Popen(
-        command(arguments, ranks),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def kill_when(process: subprocess.Popen, condition, number: int = signal.SIGKILL) -> str:
-    """Send a signal to all processes of a run as soon as `condition()` holds; returns what they printed."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the run never got there"
-        time.sleep(0.005)
-    for one in processes(process):
-        one.send_signal(number)
-    return process.communicate(timeout=120)[0]
-
-
 def processes(run: subprocess.Popen) -> list[psutil.Process]:
     """The launcher and the ranks, which torchrun puts into sessions of their own."""
     launcher = psutil.Process(run.pid)
     return [launcher, *launcher.children(recursive=True)]
-
-
-def steps_done(folder: Path) -> int:
-    return max((line["step"] for line in read_metrics(folder / "metrics.jsonl")), default=0)
 
 
 @pytest.mark.slow
@@ -86,8 +59,12 @@ def steps_done(folder: Path) -> int:
 def test_killed_anywhere_and_resumed_on_another_number_of_ranks(inputs, whole, tmp_path, before, after):
     target = random.Random(before).randrange(6, 25)
     arguments, folder = flags(inputs, tmp_path, save_every=4), tmp_path / "run"
-    kill_when(start(arguments, before), lambda: steps_done(folder) >= target)
-    assert locate(folder).step < STEPS
+    held = HeldRun(arguments, tmp_path / "held", target, before)
+    held.wait()
+    for one in processes(held.process):
+        one.kill()
+    held.release()
+    assert locate(folder).step == target // 4 * 4 - 4 * (target % 4 == 0)  # a step that is held is not saved yet
     run(arguments, after)
     assert_same_run(whole, folder)
 
@@ -97,7 +74,12 @@ def test_killed_inside_a_save(inputs, whole, tmp_path):
     """Killed while the temporary folder of a save exists: the save before it counts, and the rubbish goes."""
     arguments, folder = flags(inputs, tmp_path, save_every=4), tmp_path / "run"
     checkpoints = folder / "checkpoints"
-    kill_when(start(arguments, 0), lambda: list_checkpoints(checkpoints) and list(checkpoints.glob(".tmp_step_*")))
+    held = HeldRun(arguments, tmp_path / "held", 8, inside_save=True)
+    held.wait()
+    assert list(checkpoints.glob(".tmp_step_*"))
+    held.process.kill()
+    held.release()
+    assert locate(folder).step == 4
     run(arguments)
     assert not [path for path in checkpoints.iterdir() if path.name.startswith(".")]
     assert_same_run(whole, folder)
@@ -107,13 +89,15 @@ def test_killed_inside_a_save(inputs, whole, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_exits_with_the_command_that_resumes(inputs, whole, tmp_path, number):
     arguments, folder = flags(inputs, tmp_path, save_every=0), tmp_path / "run"
-    process = start(arguments, 0)
-    said = kill_when(process, lambda: steps_done(folder) >= 5, number)
+    held = HeldRun(arguments, tmp_path / "held", 5)
+    held.wait()
+    held.process.send_signal(number)
+    said, process = held.release(), held.process
     code = 0 if number == signal.SIGINT else 128 + number  # where nobody pressed a key: not finished
     assert process.returncode == code, said
     assert said.count(f"{signal.Signals(number).name}: the run finishes this step or batch, saves and stops") == 1
     step = locate(folder).step
-    assert 5 <= step < STEPS
+    assert step == 5
     assert f"stopped by {signal.Signals(number).name} after step {step}" in said
     resume = said.split("resume with: ")[1].splitlines()[0]
     assert resume.startswith(f"{sys.executable} ")
@@ -126,21 +110,13 @@ def test_a_signal_saves_and_exits_with_the_command_that_resumes(inputs, whole, t
 @pytest.mark.slow
 def test_one_rank_signalled_stops_all(inputs, whole, tmp_path):
     arguments, folder = flags(inputs, tmp_path, save_every=0), tmp_path / "run"
-    process = start(arguments, 2)
-
-    def workers() -> list[int]:
-        found = subprocess.run(
-            ["pgrep", "-g", str(process.pid), "-f", "train_multi_gpu"], capture_output=True, text=True
-        )
-        return [int(pid) for pid in found.stdout.split() if int(pid) != process.pid]
-
-    deadline = time.monotonic() + 120
-    while steps_done(folder) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    held = HeldRun(arguments, tmp_path / "held", 5, ranks=2)
+    held.wait()
+    process = held.process
     ranks = [one for one in processes(process)[1:] if "train_multi_gpu.py" in " ".join(one.cmdline())]
     assert len(ranks) == 2
     ranks[1].send_signal(signal.SIGUSR1)
-    said = process.communicate(timeout=120)[0]
+    said = held.release()
     assert process.returncode == 1, said  # torchrun's word for any code but 0: the run is not finished
     assert "stopped by SIGUSR1" in said
     run(arguments, 0)
@@ -207,18 +183,16 @@ def test_what_is_kept(inputs, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_cannot_train_in_one_folder(inputs, tmp_path):
-    arguments = flags(inputs, tmp_path, max_steps=2000)
-    process = start(arguments, 0)
-    deadline = time.monotonic() + 120
-    while steps_done(tmp_path / "run") < 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    arguments = flags(inputs, tmp_path)
+    held = HeldRun(arguments, tmp_path / "held", 1)
+    held.wait()
     try:
         done = run(arguments, check=False)
         assert done.returncode == 2
         assert "another process is training" in done.stderr
     finally:
-        process.kill()
-        process.communicate()
+        held.process.kill()
+        held.release()
 
 
 @pytest.mark.slow

@@ -1,0 +1,81 @@
+"""Runs that are held after a step, or inside its save, so that a signal meets them there on any busy machine."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+from helpers.tiny_runs import ROOT, command, environment
+
+_SECONDS = 180.0
+_SCRIPT = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+import train_single_gpu
+from training import checkpoint
+from training.distributed import single_world, start_world
+
+train_step, seal = train_single_gpu.train_step, checkpoint._seal
+reached, released = Path({reached!r}), Path({released!r})
+inside_save, steps = {inside_save}, 0
+
+def hold():
+    reached.touch()
+    while not released.exists():
+        time.sleep(0.01)
+
+def step(state, *arguments):
+    global steps
+    done = train_step(state, *arguments)
+    steps = state.step
+    if steps == {step} and not inside_save:
+        hold()
+    return done
+
+def sealed(path):
+    if steps == {step} and inside_save:
+        hold()
+    return seal(path)
+
+train_single_gpu.train_step, checkpoint._seal = step, sealed
+sys.exit(train_single_gpu.main(sys.argv[1:], {world}))
+"""
+
+
+class HeldRun:
+    """A run of the training script, or of `ranks` under torchrun, that is held after `step` on every rank.
+
+    inside_save: while it writes the checkpoint of that step. Its script is called as the real one, in `folder`.
+    """
+
+    def __init__(
+        self, arguments: list[str], folder: Path, step: int, ranks: int = 0, inside_save: bool = False
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        script = folder / f"train_{'multi' if ranks else 'single'}_gpu.py"
+        self._reached, self._released = folder / "reached", folder / "released"
+        names = {"root": str(ROOT), "reached": str(self._reached), "released": str(self._released)}
+        world = "start_world" if ranks else "single_world"
+        script.write_text(_SCRIPT.format(**names, step=step, inside_save=inside_save, world=world))
+        self.process = subprocess.Popen(
+            command(arguments, ranks, script),
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait(self) -> None:
+        """Until a rank is held."""
+        deadline = time.monotonic() + _SECONDS
+        while not self._reached.exists():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline, "the run never got there"
+            time.sleep(0.01)
+
+    def release(self) -> str:
+        """Let it go; returns what it has printed, once it has ended."""
+        self._released.touch()
+        return self.process.communicate(timeout=_SECONDS)[0]
