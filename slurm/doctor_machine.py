@@ -22,8 +22,8 @@ from training import kernel_report
 from training.config import TrainingConfig
 from training.distributed import World
 from training.environment import Environment
+from training.preemption import query_job
 from training.run_dir import git_commit, versions
-from training.slurm_queue import query_job
 
 # Beyond these a row is WARN. Speeds are in bytes a second, times in seconds.
 _FOREIGN_MEMORY = 0.05  # fraction of a GPU's memory in use before this run takes any; a CUDA context is below 3 %

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm.snapshot import SITE_FILE
-from training.slurm_queue import parse_time
+from training.preemption import parse_time
 
 # Options of sbatch that other flags give, or that the rest relies on
 _OURS = ("array", "output", "error", "open_mode", "job_name", "time")

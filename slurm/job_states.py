@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from training.slurm_queue import ENDED, WAITING, QueueEntry
+from training.preemption import ENDED, WAITING, QueueEntry
 
 LIVE = ("pending", "running", "requeued", "unknown")  # states after which another may come
 

@@ -15,7 +15,7 @@ from typing import Any
 from slurm.job_options import LaunchError
 from slurm.job_states import LIVE, RunOutcome, resolve_state
 from slurm.sweep import format_table
-from training.slurm_queue import SlurmUnreachable, find_log, read_queue
+from training.preemption import SlurmUnreachable, find_log, read_queue
 
 RECORD = "job.json"
 _LONGEST_PAUSE = 15.0  # seconds between queries; a controller serves thousands of jobs

@@ -24,7 +24,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from data.cli import Parser
-from training import slurm_queue
+from training import preemption
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.environment import Environment, read_environment
 from training.errors import BUG, DONE, HARDWARE, KINDS, kind_of_code
@@ -92,16 +92,16 @@ def _requeue(
     nodes, note = [], ""
     if host and hosts_at_fault(config.run_folder, environment.job_id, environment.restart_count) == {host}:
         blamed = hosts_at_fault(config.run_folder, environment.job_id) - {host}
-        nodes, note = slurm_queue.plan_exclusion(environment.job_id, host, blamed)
-    outcome, answer = slurm_queue.requeue(environment.job_id, environment.restart_count)
-    if outcome == slurm_queue.REQUEUED:
+        nodes, note = preemption.plan_exclusion(environment.job_id, host, blamed)
+    outcome, answer = preemption.requeue(environment.job_id, environment.restart_count)
+    if outcome == preemption.REQUEUED:
         write_status(config.run_folder, environment, REQUEUED, cause, step, config.max_steps)
         # Only now, since a running job cannot be changed
-        if nodes and (refusal := slurm_queue.exclude_nodes(environment.job_id, nodes)):
+        if nodes and (refusal := preemption.exclude_nodes(environment.job_id, nodes)):
             nodes, note = [], f"{host} is not excluded: {refusal}"
         note = f"{' ' if nodes else '; '}{note}" if note else ""
         return DONE, f"{cause}{'; ' if cause else ''}SLURM starts job {environment.job_id} again{note}"
-    reason = "it was cancelled" if outcome == slurm_queue.CANCELLED else answer or outcome
+    reason = "it was cancelled" if outcome == preemption.CANCELLED else answer or outcome
     return _fail(config, environment, status, exit_code, f"{cause}; job {environment.job_id} is not requeued: {reason}")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.tiny_runs import ROOT
 
-from training import preemption, slurm_queue
+from training import preemption
 from training.config import TrainingConfig
 from training.environment import (
     EnvironmentProblem,
@@ -21,8 +21,7 @@ from training.environment import (
     read_environment,
     tasks_per_node,
 )
-from training.preemption import StopSignals, TimeLimit
-from training.slurm_queue import parse_time
+from training.preemption import StopSignals, TimeLimit, parse_time
 from training.stopping import RestartRefused, StopConditions, excuse_attempt, register_attempt
 
 SLURM = {
@@ -201,18 +200,18 @@ def test_time_limits_as_squeue_prints_them():
 @pytest.mark.parametrize(
     ("squeue", "asked", "outcome"),
     [
-        ("RUNNING 1:00 0", True, slurm_queue.REQUEUED),
-        ("COMPLETING INVALID 0", True, slurm_queue.REQUEUED),  # out of time: its processes are being ended
-        ("COMPLETING 2:56 0", False, slurm_queue.CANCELLED),  # scancel; a requeue would bring it back
-        ("CANCELLED 2:56 0", False, slurm_queue.CANCELLED),
-        ("COMPLETING 3:00 1", False, slurm_queue.REQUEUED),  # SLURM does it already
-        ("PENDING 3:00 0", False, slurm_queue.REQUEUED),
-        ("RESV_DEL_HOLD 3:00 0", False, slurm_queue.REQUEUED),  # held: its reservation is gone
+        ("RUNNING 1:00 0", True, preemption.REQUEUED),
+        ("COMPLETING INVALID 0", True, preemption.REQUEUED),  # out of time: its processes are being ended
+        ("COMPLETING 2:56 0", False, preemption.CANCELLED),  # scancel; a requeue would bring it back
+        ("CANCELLED 2:56 0", False, preemption.CANCELLED),
+        ("COMPLETING 3:00 1", False, preemption.REQUEUED),  # SLURM does it already
+        ("PENDING 3:00 0", False, preemption.REQUEUED),
+        ("RESV_DEL_HOLD 3:00 0", False, preemption.REQUEUED),  # held: its reservation is gone
     ],
 )
 def test_requeue_by_job_state(fake_slurm, squeue, asked, outcome):
     calls = fake_slurm(squeue)
-    assert slurm_queue.requeue("12_3", 0) == (outcome, "")
+    assert preemption.requeue("12_3", 0) == (outcome, "")
     assert calls.exists() == asked
     if asked:
         assert calls.read_text() == "requeue 12_3\n"
@@ -220,11 +219,11 @@ def test_requeue_by_job_state(fake_slurm, squeue, asked, outcome):
 
 def test_refused_requeue(fake_slurm, monkeypatch):
     fake_slurm("RUNNING 1:00 0", 1, "Requested operation is presently disabled for job 5")
-    assert slurm_queue.requeue("5", 0) == (slurm_queue.REFUSED, "Requested operation is presently disabled for job 5")
+    assert preemption.requeue("5", 0) == (preemption.REFUSED, "Requested operation is presently disabled for job 5")
     fake_slurm("RUNNING 1:00 0", 1, "Job is pending execution for job 5")
-    assert slurm_queue.requeue("5", 0)[0] == slurm_queue.REQUEUED
+    assert preemption.requeue("5", 0)[0] == preemption.REQUEUED
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert slurm_queue.requeue("5", 0) == (slurm_queue.NO_COMMAND, "")
+    assert preemption.requeue("5", 0) == (preemption.NO_COMMAND, "")
 
 
 def test_time_limit(fake_slurm, monkeypatch):

@@ -15,7 +15,7 @@ from helpers.tiny_runs import ROOT, flags, make_inputs
 import train_single_gpu
 from data.shards import ShardError
 from slurm.requeue import finish
-from training import slurm_queue
+from training import preemption
 from training.checkpoint import CheckpointError, SaveError
 from training.config import ConfigError, TrainingConfig
 from training.distributed import CollectiveError, single_world
@@ -143,7 +143,7 @@ def test_error_is_reported_before_slow_start_up(inputs, tmp_path, capsys, monkey
 )
 def test_requeue_by_kind_of_first_failure(tmp_path, monkeypatch, srun, failures, retried, code):
     """Whatever the exit code of srun, which depends on KillWait and on who ended whom."""
-    monkeypatch.setattr(slurm_queue, "requeue", lambda *_: (slurm_queue.REQUEUED, ""))
+    monkeypatch.setattr(preemption, "requeue", lambda *_: (preemption.REQUEUED, ""))
     config = TrainingConfig(train_path="-", config_file="-", tokenizer_path="-", name="run", output_dir=str(tmp_path))
     config.run_folder.mkdir()
     for rank, (kind, secondary, error) in enumerate(failures):
@@ -193,7 +193,7 @@ def test_restart_excludes_host_at_fault(tmp_path, monkeypatch, asks, hosts, blam
         output = {"squeue": asks, "sinfo": _NODES}.get(command[0], "")
         return subprocess.CompletedProcess(command, int(bool(error)), output, error)
 
-    monkeypatch.setattr(slurm_queue, "_run", run)
+    monkeypatch.setattr(preemption, "_run", run)
     config = TrainingConfig(train_path="-", config_file="-", tokenizer_path="-", name="run", output_dir=str(tmp_path))
     config.run_folder.mkdir()
     for restart, names in ((0, blamed), (1, hosts)):

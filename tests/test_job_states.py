@@ -16,7 +16,7 @@ from slurm.job_states import RunOutcome, resolve_state
 from slurm.jobs import Job, Task, exit_code, last_step, reports_table
 from slurm.launch import main, read_run
 from training.environment import Environment
-from training.slurm_queue import QueueEntry, SlurmUnreachable, read_queue
+from training.preemption import QueueEntry, SlurmUnreachable, read_queue
 from training.status import record_failure, write_status
 
 

@@ -33,7 +33,7 @@ class Environment:
 
     job_id: SLURM's name of the job, "123" or "123_4" in an array, also under torchrun and for one process inside a
     job; None outside. restart_count: how often SLURM has started the job again. end_time: when its time limit is up
-    (Unix seconds), None where the environment does not say (SLURM before 22.05.3 or so: ask training.slurm_queue).
+    (Unix seconds), None where the environment does not say (SLURM before 22.05.3 or so: ask training.preemption).
     """
 
     launcher: str

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from training import slurm_queue
+from training import preemption
 from training.config import TrainingConfig
 from training.environment import Environment
 from training.errors import BUG, DONE, GAVE_UP, HARDWARE, signal_code
@@ -165,12 +165,12 @@ def _requeue(environment: Environment, max_restarts: int, cause: str) -> tuple[s
     if restarts >= max_restarts:
         reason = f"job {job_id} has been restarted {restarts} times (--max_restarts): it is not started again"
         return FAILED, reason, GAVE_UP.code
-    outcome, answer = slurm_queue.requeue(job_id, restarts)
-    if outcome == slurm_queue.REQUEUED:
+    outcome, answer = preemption.requeue(job_id, restarts)
+    if outcome == preemption.REQUEUED:
         return REQUEUED, f"SLURM starts job {job_id} again (restart {restarts + 1})", DONE
-    if outcome == slurm_queue.CANCELLED:
+    if outcome == preemption.CANCELLED:
         return STOPPED, f"job {job_id} was cancelled ({cause}): it is not started again", DONE
-    if outcome == slurm_queue.NO_COMMAND:
+    if outcome == preemption.NO_COMMAND:
         return REQUEUE_WANTED, f"the job script has to requeue job {job_id}: this host has no scontrol", DONE
     return FAILED, f"SLURM did not start job {job_id} again: {answer}", BUG.code
 
