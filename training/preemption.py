@@ -1,4 +1,4 @@
-"""Preemption: the signals and the time limit upon which a run saves and stops, and SLURM's queue, which starts it again.
+"""Preemption: the signals and the time limit upon which a run saves and stops, and SLURM's queue of jobs.
 
 Signals set a flag, and the training loop acts on it at the next step boundary.
 
