@@ -8,10 +8,12 @@ between flags is in training/config.py.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from training.errors import UserError
@@ -128,6 +130,16 @@ def _flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def _optimizer_names() -> tuple[str, ...]:
+    """The names in the table of training/optimizers.py: read and not imported, since flags are also parsed where there
+    is no torch (slurm/requeue.py)."""
+    source = ast.parse((Path(__file__).parent / "optimizers.py").read_text(encoding="utf-8"))
+    tables = {ast.unparse(node.targets[0]): node.value for node in source.body if isinstance(node, ast.Assign)}
+    table = tables["OPTIMIZERS"]
+    assert isinstance(table, ast.Dict)
+    return tuple(ast.literal_eval(key) for key in table.keys if key is not None)
+
+
 @dataclass(frozen=True)
 class Flags:
     """Values of all flags, each within its own rules. Defaults are those of the GPT-BERT paper's base model."""
@@ -226,7 +238,7 @@ class Flags:
     cooldown_proportion: float = _flag(
         0.016, "fraction of steps with linear decay to 0 at the end", "optimization", FRACTION
     )
-    optimizer: str = _flag("lamb", "update rule", "optimization", choices=("lamb", "adamw"))
+    optimizer: str = _flag("lamb", "update rule", "optimization", choices=_optimizer_names())
     weight_decay: float = _flag(0.1, "decoupled weight decay of matrices and tables", "optimization", at_least(0))
     optimizer_beta1: float = _flag(0.9, "decay of the first moment", "optimization", DECAY)
     optimizer_beta2: float = _flag(0.98, "decay of the second moment", "optimization", DECAY)

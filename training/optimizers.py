@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from ops.reference import reference_chosen
 from training.ema import Ema
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # in this order: a bool is an int, too
 
 
 class Lamb(torch.optim.Optimizer):
@@ -115,18 +118,45 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
+def _adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    """AdamW in the form that is fastest where the parameters are."""
+    on_cuda = all(parameter.is_cuda for group in groups for parameter in group["params"])
+    fastest: dict[str, Any] = {"fused": True} if on_cuda else {"foreach": True}
+    return torch.optim.AdamW(groups, **settings, **fastest)
+
+
+class OptimizerKind(NamedTuple):
+    """make: of parameter groups, lr, betas, eps and weight_decay. defaults: further arguments of it.
+
+    moments: whether its state is Adam's, so that others of this kind can take it over when a run branches off.
+    """
+
+    make: Callable[..., torch.optim.Optimizer]
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    moments: bool = False
+
+
+# What --optimizer may name; training/flags.py reads the names from here.
+OPTIMIZERS = {
+    "lamb": OptimizerKind(Lamb, moments=True),
+    "adamw": OptimizerKind(_adamw, moments=True),
+}
+
+
 def make_optimizer(
     model: nn.Module, name: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """The optimizer `name`, "lamb" or "adamw", over the model's parameter groups, where the model's weights are."""
-    groups = parameter_groups(model, weight_decay)
-    if name == "lamb":
-        return Lamb(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    if name == "adamw":
-        on_cuda = all(parameter.is_cuda for parameter in model.parameters())
-        fastest = {"fused": True} if on_cuda else {"foreach": True}
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **fastest)
-    raise ValueError(f'--optimizer is "{name}"; choose "lamb" or "adamw".')
+    """The optimizer `name` of OPTIMIZERS over the model's parameter groups, where the model's weights are."""
+    if name not in OPTIMIZERS:
+        raise ValueError(f'--optimizer is "{name}"; choose {" or ".join(map(json.dumps, OPTIMIZERS))}.')
+    kind, groups = OPTIMIZERS[name], parameter_groups(model, weight_decay)
+    return kind.make(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **kind.defaults)
+
+
+def takes_over(new: str, old: str) -> bool:
+    """Whether the optimizer `new` can start from the state of `old`."""
+    kinds = [OPTIMIZERS.get(name) for name in (new, old)]
+    return new == old or all(kind is not None and kind.moments for kind in kinds)
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
@@ -139,14 +169,23 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Moments as flat tensors "exp_avg/NAME" and "exp_avg_sq/NAME" (not copies); empty before the first step.
+    """What the optimizer keeps of each parameter, as tensors "ENTRY/NAME" (not copies); empty before the first step.
 
-    With the number of steps done this is the whole state, and it does not depend on the order of parameters.
+    Python's numbers become tensors "int:ENTRY/NAME". With the number of steps done this is the whole state, and it does
+    not depend on the order of parameters. Raises TypeError for what is neither tensor nor number.
     """
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        if optimizer.state.get(parameter):
-            tensors.update({f"{moment}/{name}": optimizer.state[parameter][moment] for moment in _MOMENTS})
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            if entry == "step" and isinstance(optimizer, torch.optim.AdamW):
+                continue  # the number of steps done
+            kind = next((kind for kind in _NUMBERS if isinstance(value, kind)), None)
+            if isinstance(value, Tensor):
+                tensors[f"{entry}/{name}"] = value
+            elif kind is not None:
+                tensors[f"{kind.__name__}:{entry}/{name}"] = torch.tensor(value, dtype=_NUMBERS[kind])
+            elif value is not None:
+                raise TypeError(f"the optimizer keeps {entry!r} of {name} as {type(value).__name__}: cannot be saved")
     return tensors
 
 
@@ -157,31 +196,50 @@ def load_named_state(
 
     Raises ValueError where names or shapes are not those of the model.
     """
-    parameters = dict(model.named_parameters())
     if not tensors and step == 0:
         return
-    expected = {f"{moment}/{name}" for moment in _MOMENTS for name in parameters}
-    if tensors.keys() != expected:
-        odd = sorted(tensors.keys() ^ expected)[0]
-        raise ValueError(f"the saved optimizer state and the model differ in {odd}; they are of different models.")
+    _check_names(optimizer, dict(model.named_parameters()), tensors)
+    states: dict[str, dict[str, Any]] = {}
+    for key, saved in tensors.items():
+        entry, _, name = key.rpartition("/")
+        kind, colon, rest = entry.partition(":")
+        if colon and kind in [number.__name__ for number in _NUMBERS]:
+            states.setdefault(name, {})[rest] = saved.item()
+        else:
+            states.setdefault(name, {})[entry] = saved
+    names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
-        if isinstance(optimizer, Lamb):
+        if "step" in group:
             group["step"] = step
-        names = {parameter: name for name, parameter in parameters.items()}
+        on_device = group.get("fused") or group.get("capturable")  # where torch's optimizers count their steps
         for parameter in group["params"]:
-            state: dict[str, Tensor] = {}
-            for moment in _MOMENTS:
-                saved = tensors[f"{moment}/{names[parameter]}"]
-                if saved.shape != parameter.shape:
-                    raise ValueError(
-                        f"the saved {moment} of {names[parameter]} has shape {tuple(saved.shape)}, the parameter has "
-                        f"{tuple(parameter.shape)}; they are of different models."
-                    )
-                state[moment] = torch.empty_like(parameter, requires_grad=False).copy_(saved)
-            if not isinstance(optimizer, Lamb):  # AdamW counts steps per parameter; its fused form on the device
-                device = parameter.device if group.get("fused") or group.get("capturable") else "cpu"
-                state["step"] = torch.tensor(float(step), dtype=torch.float32, device=device)
-            optimizer.state[parameter] = state
+            state = states.get(names[parameter], {})
+            if isinstance(optimizer, torch.optim.AdamW):
+                state = {"step": torch.tensor(float(step), dtype=torch.float32), **state}
+            for entry, saved in state.items():
+                if isinstance(saved, Tensor):
+                    device = "cpu" if entry == "step" and not on_device else parameter.device
+                    state[entry] = saved.detach().to(device, copy=True)
+            if state:
+                optimizer.state[parameter] = state
+
+
+def _check_names(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> None:
+    """Raises ValueError where saved state is not of these parameters; of Adam's moments none may be missing."""
+    odd = {key for key in tensors if key.rpartition("/")[2] not in parameters}
+    if isinstance(optimizer, Lamb | torch.optim.AdamW):
+        odd = tensors.keys() ^ {f"{moment}/{name}" for moment in _MOMENTS for name in parameters}
+    if odd:
+        raise ValueError(f"the saved optimizer state and the model differ in {min(odd)}; they are of different models.")
+    for key, saved in tensors.items():
+        entry, _, name = key.rpartition("/")
+        if entry in _MOMENTS and saved.shape != parameters[name].shape:
+            raise ValueError(
+                f"the saved {entry} of {name} has shape {tuple(saved.shape)}, the parameter has "
+                f"{tuple(parameters[name].shape)}; they are of different models."
+            )
 
 
 class OptimizerStep:

@@ -183,7 +183,8 @@ def begin_check(state: TrainState, world: World) -> RankCheck | None:
         "average": state.ema.state_dict(),
         "moments": named_state(state.optimizer, state.model),
     }
-    own = state.bit_sums([tensor for part in _PARTS for tensor in tensors[part].values()])
+    # An optimizer may keep numbers on the host.
+    own = state.bit_sums([tensor.to(world.device) for part in _PARTS for tensor in tensors[part].values()])
     order = torch.arange(1, 2 * len(own), 2, device=own.device)  # odd: no flipped bit is lost, nor tensors that swap
     counts = [len(tensors[part]) for part in _PARTS]
     digests = torch.stack([part.sum() for part in (own * order).split(counts)])

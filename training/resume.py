@@ -15,6 +15,7 @@ from training.config import LATER_FLAGS, ConfigError, TrainingConfig, difference
 from training.distributed import World, on_main
 from training.environment import Environment
 from training.inputs import Inputs
+from training.optimizers import takes_over
 from training.run_dir import RunFolder, RunView, origin
 from training.status import ABANDONED, Attempt, checkpoint_folders, list_checkpoints, newest_step
 from training.stopping import register_attempt
@@ -178,8 +179,10 @@ def _check_fit(checkpoint: Checkpoint, inputs: Inputs, same_run: bool) -> list[s
         return []
     if _saved_data(checkpoint, inputs) != checkpoint.record["data"]:
         changed.append(f"--train_path {inputs.config.train_path!r} holds other data")
-    if checkpoint.record["flags"].get("optimizer", inputs.config.optimizer) != inputs.config.optimizer:
-        changed.append("the new optimizer starts from the moments of the old one, which it scales otherwise")
+    new = inputs.config.optimizer
+    if (old := checkpoint.record["flags"].get("optimizer", new)) != new:
+        kept = "from the moments of the old one, which it scales otherwise" if takes_over(new, old) else "without state"
+        changed.append(f"the new optimizer starts {kept}")
     return changed
 
 

@@ -41,6 +41,7 @@ def check_finite(state: TrainState) -> None:
     Raises NonFiniteError, on all ranks alike where all hold the same bits (see rank_checks.py).
     """
     named = {f"{group}/{name}": value for group, tensors in _tensors(state).items() for name, value in tensors.items()}
+    named = {name: value.to(state.world.device) for name, value in named.items() if value.is_floating_point()}
     finite = torch.isfinite(torch.stack(torch._foreach_norm(list(named.values())))).tolist()
     if bad := [name for name, good in zip(named, finite, strict=True) if not good]:
         raise NonFiniteError(f"step {state.step}, before its checkpoint: {bad[0]} is not finite")

@@ -18,7 +18,7 @@ from training.distributed import World
 from training.ema import Ema
 from training.forward_backward import ForwardBackward, compile_layers, graph_obstacle
 from training.gradients import BUCKET_BYTES, GradientBuckets, broadcast_parameters
-from training.optimizers import OptimizerStep, load_named_state, make_optimizer
+from training.optimizers import OptimizerStep, load_named_state, make_optimizer, takes_over
 
 _INITIALISATION = 301  # purpose of the key that seeds the initial weights
 
@@ -73,7 +73,8 @@ class TrainState:
         )
         ema = Ema(model, config.ema_decay)
         if checkpoint is not None:
-            load_named_state(optimizer, model, checkpoint.tensors("optimizer", world.device), checkpoint.step)
+            if takes_over(config.optimizer, checkpoint.record["flags"].get("optimizer", config.optimizer)):
+                load_named_state(optimizer, model, checkpoint.tensors("optimizer", world.device), checkpoint.step)
             ema.load_state_dict(checkpoint.tensors("ema", world.device))
         if config.compile:
             compile_layers(model)
