@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from model_config import ModelConfig
 from model_config import ModelConfigError as ModelConfigError
+from model_protocol import PretrainingModel
 from ops.attention import AttentionMetadata, attend, choose_relative_metadata, query_dtype
 from ops.dropout import (
     DropoutKeys,
@@ -200,7 +201,7 @@ class Classifier(nn.Module):
         return self.nonlinearity["5"](x, word_embedding)
 
 
-class LTGBert(nn.Module):
+class LTGBert(PretrainingModel):
     """LTG-BERT for masked and causal language modelling.
 
     In evaluation mode nothing is dropped. In training mode dropout is counter-based (ops/dropout.py): keyed by the
@@ -209,11 +210,18 @@ class LTGBert(nn.Module):
 
     model_type: ClassVar[str] = "ltg-bert"
     encoder_class: ClassVar[type[Encoder]] = Encoder
+    attention_projections: ClassVar[int] = 4  # query, key, value, output
+    roles = {  # noqa: RUF012 - of the class, as the protocol says
+        "embedding": "embedding",
+        "attention_layers": "attention",
+        "mlp_layers": "mlp",
+        "dwa": "dwa",
+        "classifier": "head",
+    }
 
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
         """Random weights from `generator`, or from PyTorch's global one."""
-        super().__init__()
-        self.config = dataclasses.replace(config, model_type=self.model_type)
+        super().__init__(dataclasses.replace(config, model_type=self.model_type))
         self.embedding = Embedding(config)
         self.transformer = self.encoder_class(config)
         self.classifier = Classifier(config)
@@ -233,9 +241,27 @@ class LTGBert(nn.Module):
             for parameter in layer.parameters():
                 parameter.mul_(math.sqrt(1 / (2 * (1 + index))))
 
-    def num_parameters(self) -> int:
-        """Number of trainable scalars; the table that embedding and head share counts once."""
-        return sum(parameter.numel() for parameter in self.parameters())
+    @classmethod
+    def flops_per_token(cls, config: ModelConfig, row_length: int, target_fraction: float) -> float:
+        """Two per multiply-add, backward twice forward. Attention counts the full row, of which documents and causality
+        save some."""
+        width, inner = config.hidden_size, config.intermediate_size
+        layer = cls.attention_projections * width * width + 3 * width * inner + 2 * row_length * width
+        head = width * width + width * config.vocab_size
+        return 6.0 * (config.num_hidden_layers * layer + target_fraction * head)
+
+    def backward_order(self) -> list[nn.Parameter]:
+        """Head and layers from the last to the first. What all layers use comes last: embeddings (a tied head's too),
+        weights of depth averaging."""
+        encoder, embedded = self.transformer, set(self.embedding.parameters())
+        layers = [part for pair in zip(encoder.attention_layers, encoder.mlp_layers, strict=True) for part in pair]
+        parts = [reversed(list(part.parameters())) for part in (self.classifier, *reversed(layers))]
+        early = [parameter for part in parts for parameter in part if parameter not in embedded]
+        return list(dict.fromkeys([*early, *self.parameters()]))
+
+    def compiled_parts(self) -> Iterable[nn.Module]:
+        """Every sublayer, and the head."""
+        return *self.transformer.attention_layers, *self.transformer.mlp_layers, self.classifier
 
     def encode(
         self, input_ids: Tensor, document_ids: Tensor, causal: bool | Tensor, dropout: DropoutKeys | None = None

@@ -11,6 +11,12 @@ from typing import Any
 
 from data.cli import closest
 
+# MODULE.CLASS of each model_type, a subclass of model_protocol.PretrainingModel; model_extra.build_model imports it.
+MODEL_CLASSES = {
+    "gpt-bert": "model_extra.GPTBert",
+    "ltg-bert": "model.LTGBert",
+}
+
 
 class ModelConfigError(ValueError):
     """A model configuration cannot be used; the message names the file, the key, its value and what would be right."""
@@ -26,7 +32,7 @@ class ModelConfig:
     position_embedding "rope" has no position tables: queries and keys are rotated (base rope_theta), which runs on
     plain fused attention kernels. These cannot drop probabilities by counter-based keys, so with "rope" attention
     probabilities are never dropped; all other dropouts apply.
-    model_type: "gpt-bert" (model_extra.GPTBert) or "ltg-bert" (model.LTGBert).
+    model_type: a key of MODEL_CLASSES.
     """
 
     hidden_size: int
@@ -73,8 +79,9 @@ class ModelConfig:
                 f"max_position_embeddings is {self.max_position_embeddings}; with position_bucket_size "
                 f"{self.position_bucket_size} it must be at least {self.position_bucket_size // 2 + 2}"
             )
-        if self.model_type not in ("gpt-bert", "ltg-bert"):
-            raise ModelConfigError(f'model_type is "{self.model_type}"; choose "gpt-bert" or "ltg-bert"')
+        if self.model_type not in MODEL_CLASSES:
+            choices = " or ".join(f'"{name}"' for name in MODEL_CLASSES)
+            raise ModelConfigError(f'model_type is "{self.model_type}"; choose {choices}')
 
     @property
     def head_dim(self) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from model import Attention, Encoder, LTGBert, ModelConfig
+from model_config import MODEL_CLASSES
+from model_protocol import PretrainingModel
 
 
 class GatedAttention(Attention):
@@ -51,8 +54,15 @@ class GPTBert(LTGBert):
 
     model_type: ClassVar[str] = "gpt-bert"
     encoder_class: ClassVar[type[Encoder]] = DepthWeightedEncoder
+    attention_projections: ClassVar[int] = 5  # and the gate's
 
 
-def build_model(config: ModelConfig, generator: torch.Generator | None = None) -> LTGBert:
+def model_class(model_type: str) -> type[PretrainingModel]:
+    """The class that model_config.MODEL_CLASSES names, imported when it is asked for."""
+    module, name = MODEL_CLASSES[model_type].rsplit(".", 1)
+    return getattr(import_module(module), name)
+
+
+def build_model(config: ModelConfig, generator: torch.Generator | None = None) -> PretrainingModel:
     """The model that `config.model_type` names, with random weights from `generator` or PyTorch's global one."""
-    return (GPTBert if config.model_type == "gpt-bert" else LTGBert)(config, generator)
+    return model_class(config.model_type)(config, generator)

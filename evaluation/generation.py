@@ -23,6 +23,7 @@ from data.cli import Parser
 from evaluation.kv_cache import CachedDecoder, LanguageModel, UncachedDecoder
 from export.load_model import load_model
 from model import LTGBert, ModelConfigError
+from model_protocol import PretrainingModel
 from training.checkpoint import CheckpointError
 from training.config import ConfigError, check_environment
 from training.distributed import choose_device
@@ -66,10 +67,10 @@ class LoadedModel:
     device: torch.device
 
     @classmethod
-    def of(cls, model: LTGBert, tokenizer: Tokenizer) -> LoadedModel:
+    def of(cls, model: PretrainingModel, tokenizer: Tokenizer) -> LoadedModel:
         """A model where it is, and its tokenizer, which from now on reads special tokens in a text as text."""
         tokenizer.encode_special_tokens = True  # as it was in training
-        return cls(model, tokenizer, model.embedding.word_embedding.weight.device)
+        return cls(model, tokenizer, next(model.parameters()).device)
 
     def token_id(self, token: str) -> int:
         """Return the id of a special token such as "<s>"; raises UsageError where the tokenizer lacks it."""

@@ -8,14 +8,15 @@ import torch
 from tokenizers import Tokenizer
 
 from export.hf_format import is_exported, read_exported
-from model import LTGBert, ModelConfig
+from model import ModelConfig
 from model_extra import build_model
+from model_protocol import PretrainingModel
 from training.checkpoint import CheckpointError, locate
 
 
 def load_model(
     path: str | Path, ema: bool = False, device: str | torch.device = "cpu"
-) -> tuple[LTGBert, Tokenizer, ModelConfig]:
+) -> tuple[PretrainingModel, Tokenizer, ModelConfig]:
     """Model (in evaluation mode), tokenizer and ModelConfig of a run folder, a checkpoint or an exported folder.
 
     `ema` takes the averaged weights. Raises CheckpointError.

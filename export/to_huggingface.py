@@ -96,6 +96,8 @@ def export(
         raise ExportError(f"MODEL {model_path} is an exported folder already; give the run or checkpoint, or copy it")
     checkpoint = locate(model_path)
     model, tokenizer, _ = load_model(checkpoint.path, ema=ema)
+    if not isinstance(model, LTGBert):
+        raise ExportError(f"MODEL {checkpoint.path} is a {model.config.model_type}, for which transformers has no code")
     missing = [token for token in _SPECIAL.values() if tokenizer.token_to_id(token) is None]
     if missing:
         raise ExportError(f"the tokenizer of {checkpoint.path} lacks {', '.join(missing)}, which exported models need")

@@ -24,7 +24,7 @@ from training.memory import memory_estimate
 from training.state import TrainState
 from training.step import agree, train_step
 from training.step_metrics import AsyncStepMetrics
-from training.summary import flops_per_token, target_fraction
+from training.summary import flops_per_token
 
 # Beyond these a row is WARN.
 _IDLE = 0.1  # fraction of a step for which ranks wait for others, or of a rank's micro-batches that holds no row
@@ -126,7 +126,7 @@ def expected_seconds(trial: StepTrial, device: torch.device) -> float:
     for _, step in ends_of_lengths(trial.inputs, trial.start):
         length, (rows, count) = trial.inputs.plan.step(step).seq_length, trial.micro_batch(step)
         turns, at = 6 if count > 1 else 2, trial.inputs.plan.step(step)
-        per_token = flops_per_token(trial.inputs.model_config, length, target_fraction(at))
+        per_token = flops_per_token(trial.inputs.model_config, at)
         flops += turns * rows * length * per_token
     return flops / rate
 

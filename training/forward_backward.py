@@ -22,7 +22,8 @@ from torch import nn
 from data.loader import TENSORS, RowBatch
 from data.masking import PADDING, MaskingOptions, ModelInputs
 from data.objectives import OBJECTIVE_NAMES
-from model import LTGBert, ModelConfig
+from model_config import ModelConfig
+from model_protocol import PretrainingModel
 from ops.nvrtc import cache_folder
 from ops.reference import reference_chosen
 from training.config import TrainingConfig
@@ -63,8 +64,8 @@ def choose_rows(rows: int, known: Iterable[int]) -> int:
     return min(enough) if enough else -(-rows // unit) * unit
 
 
-def compile_layers(model: LTGBert) -> None:
-    """Let every sublayer of `model`, and its head, run compiled, in place.
+def compile_layers(model: PretrainingModel) -> None:
+    """Let the `compiled_parts` of `model` run compiled, in place: of ours every sublayer, and the head.
 
     Sublayers of a kind share their code, so the compiler works once per kind and shape instead of once per layer; row
     lengths and numbers of rows that turn up later are compiled as variables.
@@ -77,8 +78,7 @@ def compile_layers(model: LTGBert) -> None:
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     # Inductor's advice to its own developers, of no use to ours.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
-    encoder = model.transformer
-    for part in (*encoder.attention_layers, *encoder.mlp_layers, model.classifier):
+    for part in model.compiled_parts():
         part.compile()
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from model import LTGBert
+from model_protocol import PretrainingModel
 from training.distributed import World
 from training.rank_checks import check_same_model
 
@@ -32,18 +32,6 @@ def broadcast_parameters(model: nn.Module, world: World) -> None:
             dist.broadcast(tensor, src=0)
 
 
-def backward_order(model: LTGBert) -> list[nn.Parameter]:
-    """The parameters in about the order in which a backward pass completes their gradients.
-
-    What all layers use comes last: embeddings (a tied head's too), weights of depth averaging.
-    """
-    encoder, embedded = model.transformer, set(model.embedding.parameters())
-    layers = [part for pair in zip(encoder.attention_layers, encoder.mlp_layers, strict=True) for part in pair]
-    parts = [reversed(list(part.parameters())) for part in (model.classifier, *reversed(layers))]
-    early = [parameter for part in parts for parameter in part if parameter not in embedded]
-    return list(dict.fromkeys([*early, *model.parameters()]))
-
-
 @dataclass(frozen=True)
 class _Bucket:
     gradients: torch.Tensor  # flat: the gradients of some parameters, one after the other
@@ -62,7 +50,7 @@ class GradientBuckets:
 
     def __init__(
         self,
-        model: LTGBert,
+        model: PretrainingModel,
         world: World,
         allreduce_dtype: str = "float32",
         stay: bool = False,
@@ -81,7 +69,7 @@ class GradientBuckets:
         if world.size == 1 and not stay:
             return
         group: list[nn.Parameter] = []
-        parameters = backward_order(model)
+        parameters = model.backward_order()
         for number, parameter in enumerate(parameters):
             group.append(parameter)
             if number + 1 == len(parameters) or 4 * sum(map(_places, group)) >= bucket_bytes:

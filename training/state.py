@@ -9,8 +9,9 @@ import torch
 
 from data.counter_rng import fold
 from data.masking import MaskingOptions
-from model import LTGBert, ModelConfig
+from model import ModelConfig
 from model_extra import build_model
+from model_protocol import PretrainingModel
 from ops.bit_sums import BitSums
 from training.checkpoint import Checkpoint, checkpoint_bytes, read_initial_weights
 from training.config import ConfigError, TrainingConfig
@@ -29,7 +30,7 @@ class TrainState:
 
     step: int
     world: World
-    model: LTGBert
+    model: PretrainingModel
     gradients: GradientBuckets
     optimizer: torch.optim.Optimizer
     ema: Ema
@@ -88,7 +89,9 @@ class TrainState:
         return cls(step, world, model, gradients, optimizer, ema, update, forward_backward)
 
 
-def _initial_model(config: TrainingConfig, model_config: ModelConfig, checkpoint: Checkpoint | None) -> LTGBert:
+def _initial_model(
+    config: TrainingConfig, model_config: ModelConfig, checkpoint: Checkpoint | None
+) -> PretrainingModel:
     """The model with the weights that training starts from, on the CPU."""
     with torch.random.fork_rng(devices=[]):  # the seed decides, and nobody else's random numbers move
         torch.manual_seed(fold(config.seed, _INITIALISATION) >> 1)

@@ -14,12 +14,13 @@ from torch import nn
 from data.objectives import OBJECTIVE_NAMES
 from data.plan import StepPlan
 from data.wording import ranks_text
-from model import ModelConfig
+from model_config import ModelConfig
+from model_protocol import PretrainingModel
 from training.distributed import World
 from training.errors import NonFiniteError
 from training.loss import CORRECT, COUNT, LOSS, SQUARED_LOG_Z
 from training.rank_checks import DivergenceError, RankCheck
-from training.summary import flops_per_token, peak_flops, target_fraction
+from training.summary import flops_per_token, peak_flops
 
 
 @dataclass(frozen=True)
@@ -50,20 +51,11 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", non_blocking=True)
 
 
-_ROLES = {  # by a part of the parameter's name
-    "embedding": "embedding",
-    "attention_layers": "attention",
-    "mlp_layers": "mlp",
-    "dwa": "dwa",
-    "classifier": "head",
-}
-
-
-def norms_by_role(model: nn.Module) -> dict[str, torch.Tensor]:
+def norms_by_role(model: PretrainingModel) -> dict[str, torch.Tensor]:
     """Norms of parameters and of their gradients (before clipping), by the part of the model."""
     groups: dict[str, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        role = next((role for key, role in _ROLES.items() if key in name), "other")
+        role = next((role for key, role in model.roles.items() if key in name), "other")
         groups.setdefault(role, []).append(parameter)
     norms = {}
     for role, parameters in groups.items():
@@ -157,7 +149,7 @@ class AsyncStepMetrics:
         rate = pending.plan.tokens / max(seconds, 1e-9)
         record["stats/tokens_per_second"] = rate
         if self._peak is not None:
-            flops = flops_per_token(self._model_config, pending.plan.seq_length, target_fraction(pending.plan))
+            flops = flops_per_token(self._model_config, pending.plan)
             record["stats/mfu"] = rate * flops / (self._peak * self._world.size)
         if pending.fingerprint is not None:
             record["data/fingerprint"] = f"{int(pending.fingerprint) & (1 << 64) - 1:016x}"

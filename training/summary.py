@@ -14,7 +14,8 @@ from data.loader import micro_batch_rows
 from data.objectives import OBJECTIVES
 from data.plan import StepPlan
 from data.wording import count
-from model import ModelConfig
+from model_config import ModelConfig
+from model_extra import model_class
 from ops.reference import reference_parts
 from training import kernel_report
 from training.config import TrainingConfig
@@ -51,23 +52,15 @@ def peak_flops(device: torch.device) -> float | None:
     return _PEAK_FLOPS[max(fitting, key=len)] if fitting else None
 
 
-def flops_per_token(config: ModelConfig, row_length: int, target_fraction: float) -> float:
-    """Floating-point operations of one token's forward and backward pass in matrix products.
-
-    Two per multiply-add, backward twice forward. Attention counts the full row (documents and causality save some of
-    it); the head counts on the fraction of positions that are targets.
-    """
-    width, inner = config.hidden_size, config.intermediate_size
-    projections = 4 if config.model_type == "ltg-bert" else 5  # q, k, v, output and GPT-BERT's gate
-    layer = projections * width * width + 3 * width * inner + 2 * row_length * width
-    head = width * width + width * config.vocab_size
-    return 6.0 * (config.num_hidden_layers * layer + target_fraction * head)
-
-
 def target_fraction(plan: StepPlan) -> float:
     """Expected fraction of positions that have a target in a step."""
     fractions = [objective.target_fraction(plan.mask_p) for objective in OBJECTIVES]
     return sum(rows * fraction for rows, fraction in zip(plan.objective_rows, fractions, strict=True)) / plan.rows
+
+
+def flops_per_token(config: ModelConfig, plan: StepPlan) -> float:
+    """Floating-point operations of a token of a step, forward and backward, in matrix products."""
+    return model_class(config.model_type).flops_per_token(config, plan.seq_length, target_fraction(plan))
 
 
 def _bytes(count: float) -> str:
