@@ -13,28 +13,27 @@ signals = early_signals() if __name__ == "__main__" else None
 from collections.abc import Callable, Sequence
 
 from data.loader import Loader
+from evaluation.in_training import Evaluations
 from evaluation.pair_accuracy import PairAccuracy
-from evaluation.samples import sample_texts
 from report.html_report import publish_report
 from training.config import TrainingConfig, parse_on_rank
 from training.distributed import World, single_world
 from training.errors import HardwareError
 from training.inputs import Inputs, choose_split, read_inputs
 from training.metric_logger import MetricLogger, open_logger
-from training.plugins import Plugins, evaluation_line
+from training.plugins import Plugins
 from training.rank_checks import check_same_run
 from training.resume import open_run
 from training.run_end import RunEnd
-from training.saving import Saver, save
+from training.saving import Saver, save, save_and_stop
 from training.schedules import due
 from training.sinks import check_sinks, leave
 from training.state import TrainState
 from training.status import StatusFile
 from training.step import agree, train_step, warm_up
 from training.step_metrics import AsyncStepMetrics
-from training.stopping import Stop, StopConditions, most_urgent
+from training.stopping import Stop, StopConditions
 from training.summary import describe
-from training.validation import validation_line, validation_metrics
 from training.watchdog import Watchdog
 
 _DATA_SECONDS = 1.0  # to wait for rows before looking whether a rank wants to stop
@@ -73,20 +72,22 @@ def main(
             summary = describe(inputs, world, split, state.parameters, state.step, pairs.summary if pairs else "")
             print(summary, flush=True)
         status = StatusFile(config.run_folder, world.environment, config.max_steps)
-        if state.step == config.max_steps:
-            return end.already_complete(status)
         conditions = StopConditions(config, end.signals, world.environment, start.attempt, state.checkpoint_bytes)
+        evaluations = Evaluations(inputs, pairs, plugins, conditions.wanted)
+        owed = evaluations.owed(state.step, start.metrics)
+        if state.step == config.max_steps and not owed:
+            return end.already_complete(status)
         log, saver = end.log, None
         if start.folder is not None:
             log = open_logger(start.folder, inputs, world, state.step, status, conditions.signalled, plugins)
             end.opens(log, status)
             saver = Saver(start.folder, inputs, log, conditions, status)
-        if config.compile:
+        if config.compile and state.step < config.max_steps:
             log.say(warm_up(state, inputs.builder, split, config.local_batch_size))
         loader = end.closes(inputs.loader(world, split, state.step))
 
         # ---------------------------------------- The loop, and how it ends: finished, stopped, or requeued by SLURM
-        end.stop = run_steps(state, inputs, pairs, plugins, loader, log, saver, conditions)
+        end.stop = run_steps(state, inputs, evaluations, owed, loader, log, saver, conditions)
         end.step = state.step
         if end.stop is None and saver is not None:
             end.finish()
@@ -98,28 +99,31 @@ def main(
 def run_steps(
     state: TrainState,
     inputs: Inputs,
-    pairs: PairAccuracy | None,
-    plugins: Plugins,
+    evaluations: Evaluations,
+    owed: tuple[str, ...],
     loader: Loader,
     log: MetricLogger,
     saver: Saver | None,
     conditions: StopConditions,
 ) -> Stop | None:
-    """All remaining steps; returns what stopped the run before its last, or None. log, saver: write on rank 0."""
-    config, plan, world, held_out = inputs.config, inputs.plan, state.world, inputs.held_out
-    metrics = AsyncStepMetrics(world, inputs.model_config)
+    """All remaining steps; returns what stopped the run before its end, or None. log, saver: write on rank 0.
+
+    owed: evaluations of the step that it resumes from.
+    """
+    config, plan, world = inputs.config, inputs.plan, state.world
     saved = state.step  # what it began with is in a checkpoint already, or follows from the seed
+    if not evaluations.measure(owed, state, log):  # which a stop has ended in the run's last start
+        return save_and_stop(state, saver, saved, conditions)
+    metrics = AsyncStepMetrics(world, inputs.model_config)
     while state.step < config.max_steps:
         batch = loader.peek(_DATA_SECONDS)  # this rank's rows of global batch `state.step`; None while not ready
         if loader.late > 60 * config.collective_timeout:
             raise HardwareError(f"no rows came from {config.train_path} for {loader.late:.0f} s; do its disks answer?")
-        request = conditions.requested(log.problem)
-        targets, stopping, ready = agree(world, batch, request is not None, state.step)
+        wants_stop = conditions.requested(log.problem) is not None
+        targets, stopping, ready = agree(world, batch, wants_stop, state.step)
         if stopping:
             log.log_steps(metrics.flush(), last=True)  # raises before a bad state could be saved
-            if saved != state.step:
-                save(state, saver, last=True)
-            return most_urgent(world.all_gather_objects(request, "stop requests"))
+            return save_and_stop(state, saver, saved, conditions)
         if batch is None or not ready:  # an epoch's index takes its time: a stop is heard nevertheless, by all ranks
             continue
 
@@ -127,26 +131,14 @@ def run_steps(
         step = train_step(state, batch, targets, config, plan)  # micro-batches, all_reduce, clipping, LAMB, EMA
         log.log_steps(metrics.push(step, loader_wait_seconds=waited))
 
-        validation_due = due(state.step, config.validate_every, config.max_steps)
-        validates, measures = validation_due and held_out is not None, validation_due and plugins.has_evaluations
-        evaluates = pairs is not None and due(state.step, config.evaluate_every, config.max_steps)
+        evaluates = evaluations.due(state.step)  # validation and samples, plugins, minimal pairs
         saves = due(state.step, config.save_every, config.max_steps) or state.step in config.save_steps
-        if not (validates or measures or evaluates or saves):
+        if not (evaluates or saves):
             continue
-        log.log_steps(metrics.flush(), last=validates or measures or evaluates)
+        log.log_steps(metrics.flush(), last=bool(evaluates))
         world.progress.in_step = False  # until the next agreement, before which rank 0 may have more to do
-        if validates and held_out is not None:
-            found = validation_metrics(state, inputs)
-            log.log(found)
-            log.say(validation_line(found))
-            log.log_samples(lambda: sample_texts(state, held_out.corpus, inputs.tokenizer_text, config))
-        if measures and (found := plugins.evaluate(state, inputs, log.say)):
-            log.log(found)
-            log.say(evaluation_line(found))
-        if evaluates and pairs is not None:
-            found = pairs.measure(state, plan.tokens_before(state.step))
-            log.log(found)
-            log.say(pairs.line(found))
+        if not evaluations.measure(evaluates, state, log):  # ended by a stop request; the resume measures them first
+            return save_and_stop(state, saver, saved, conditions)
         if saves and save(state, saver, last=state.step == config.max_steps):
             saved = state.step
         metrics.restart_clock()

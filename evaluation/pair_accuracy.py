@@ -33,6 +33,7 @@ from training.config import ConfigError, TrainingConfig
 from training.distributed import World
 from training.inputs import Inputs
 from training.state import TrainState
+from training.validation import evaluation_mode
 
 MODES = ("masked", "causal", "fused")
 PHENOMENON = "linguistics_term"  # BLiMP's name for it
@@ -154,6 +155,7 @@ class PairScorer:
         word_l2r: bool = False,
         temperatures: tuple[float, ...] = (1.0,),
         progress: Callable[[int], object] | None = None,
+        wanted: Callable[[], bool] = lambda: False,
     ) -> dict[str, list[np.ndarray]]:
         """For each mode the scores of each set: float64 [K temperatures, pairs, 2], the good sentence first.
 
@@ -163,7 +165,7 @@ class PairScorer:
         for name in objectives(modes):
             by_token = token_scores(
                 model, self.sentences, self.special, world, shape, causal=name == "causal", autocast=autocast,
-                word_l2r=word_l2r, temperatures=temperatures, progress=progress,
+                word_l2r=word_l2r, temperatures=temperatures, progress=progress, wanted=wanted,
             )  # fmt: skip
             sums[name] = sentence_sums(self.sentences, by_token)
         if "fused" in modes:
@@ -241,17 +243,22 @@ def grouping_fields(pairs: Sequence[Pair]) -> list[str]:
 
 
 def evaluate_pairs(
-    model: nn.Module, scorer: PairScorer, world: World, shape: BatchShape, mode: str, autocast: bool
+    model: nn.Module,
+    scorer: PairScorer,
+    world: World,
+    shape: BatchShape,
+    mode: str,
+    autocast: bool,
+    wanted: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """Metrics `eval/MODE/SET` (mean of the set's files) and `eval/MODE/SET/PHENOMENON`, accuracies in 0..1.
 
-    mode: one of MODES or "all". All ranks take part. The model's mode (training or not) is restored.
+    mode: one of MODES or "all". All ranks take part. The model's mode (training or not) is restored. wanted: as in
+    `token_scores`.
     """
-    was_training = model.training
-    model.eval()
     modes, metrics = chosen_modes(mode), {}
-    scores = scorer.scores(model, modes, world, shape, autocast=autocast)
-    model.train(was_training)
+    with evaluation_mode(model):
+        scores = scorer.scores(model, modes, world, shape, autocast=autocast, wanted=wanted)
     for name in modes:
         for each, values in zip(scorer.sets, scores[name], strict=True):
             right = correctness(values[0])
@@ -301,12 +308,16 @@ class PairAccuracy:
         """All of it as a text, for comparing ranks."""
         return repr(self.scorer.sets)
 
-    def measure(self, state: TrainState, tokens: int) -> dict[str, Any]:
-        """Metrics of the averaged weights, in batches of the shape that validation uses. tokens: trained on so far."""
+    def measure(self, state: TrainState, tokens: int, wanted: Callable[[], bool]) -> dict[str, Any]:
+        """Metrics of the averaged weights, in batches of the shape that validation uses. tokens: trained on so far.
+
+        wanted: as in `token_scores`.
+        """
         config, autocast = self._config, state.forward_backward.mixed_precision
         shape = BatchShape(config.local_batch_size, config.seq_length)
         with state.ema.swapped_in(state.model):
-            found = evaluate_pairs(state.model, self.scorer, state.world, shape, config.evaluate_mode, autocast)
+            arguments = (state.model, self.scorer, state.world, shape, config.evaluate_mode, autocast)
+            found = evaluate_pairs(*arguments, wanted)
         return {"step": state.step, "stats/tokens": tokens, **found}
 
     def line(self, metrics: Mapping[str, Any]) -> str:

@@ -15,10 +15,10 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -37,12 +37,15 @@ from training.checkpoint import locate, training_flags
 from training.config import TrainingConfig
 from training.state import TrainState
 from training.status import SAMPLES
+from training.stopping import Abandoned
+from training.validation import evaluation_mode
 
 _PROMPT, _NEW, _CLOZE = 16, 40, 40  # tokens: of a prompt, of its continuation, of a text with gaps
 _CANDIDATES = 5
 _SAMPLING = Sampling(temperature=0.8, top_p=0.95)
 _SEARCHED = 400  # documents looked at for some that fit
 _COUNT = 3  # samples of each kind that the command takes of held-out documents
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -123,25 +126,28 @@ def held_out_corpus(folder: Path, model: LoadedModel) -> Corpus:
 
 
 def sample_texts(
-    state: TrainState, corpus: Corpus, tokenizer_text: str, config: TrainingConfig
+    state: TrainState,
+    corpus: Corpus,
+    tokenizer_text: str,
+    config: TrainingConfig,
+    wanted: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
     """Samples of a run's averaged weights, --validation_samples of each kind, of documents of a held-out corpus.
 
-    For one rank, on its own. The model is left as it was, whatever happens.
+    For one rank, on its own. The model is left as it was, whatever happens. wanted: whether the run is to stop, which
+    leaves no samples.
     """
-    count, model, was_training = config.validation_samples, state.model, state.model.training
+    count, model = config.validation_samples, state.model
     if not count:
         return []
     loaded = LoadedModel.of(model, Tokenizer.from_str(tokenizer_text))
     # A shape of its own for a few texts is not worth a compilation.
     stance = torch.compiler.set_stance("force_eager") if config.compile else contextlib.nullcontext()
-    with state.ema.swapped_in(model), stance:
-        model.eval()
-        try:
-            prompts, clozes = corpus_texts(loaded, corpus, count)
-            return labelled([*continue_prompts(loaded, prompts), *fill_clozes(loaded, clozes)], state.step)
-        finally:
-            model.train(was_training)
+    with contextlib.suppress(Abandoned), state.ema.swapped_in(model), stance, evaluation_mode(model):
+        prompts, clozes = corpus_texts(loaded, corpus, count)
+        found = [*continue_prompts(loaded, prompts, wanted), *fill_clozes(loaded, clozes, wanted)]
+        return labelled(found, state.step)
+    return []
 
 
 def labelled(samples: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
@@ -206,12 +212,26 @@ def user_cloze(model: LoadedModel, text: str) -> Cloze:
 # What the model makes of them
 
 
-def continue_prompts(model: LoadedModel, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-    """A continuation of each prompt, from the same random numbers each time; " ..." where it was going on."""
+def _until(wanted: Callable[[], bool], items: Iterable[_Item]) -> Iterator[_Item]:
+    """`items`; raises Abandoned before the next one once `wanted` holds."""
+    for item in items:
+        if wanted():
+            raise Abandoned
+        yield item
+
+
+def continue_prompts(
+    model: LoadedModel, prompts: Sequence[Prompt], wanted: Callable[[], bool] = lambda: False
+) -> list[dict[str, Any]]:
+    """A continuation of each prompt, from the same random numbers each time; " ..." where it was going on.
+
+    wanted: whether to give up, which is asked after each token and raises Abandoned.
+    """
     written: list[list[int]] = [[] for _ in prompts]
     generators = [torch.Generator().manual_seed(number) for number in range(len(prompts))]
     if prompts:
-        for row, token in generate(model, [prompt.ids for prompt in prompts], _NEW, _SAMPLING, generators):
+        tokens = generate(model, [prompt.ids for prompt in prompts], _NEW, _SAMPLING, generators)
+        for row, token in _until(wanted, tokens):
             written[row] += [] if token is None else [token]
     found = []
     for prompt, new in zip(prompts, written, strict=True):
@@ -222,9 +242,11 @@ def continue_prompts(model: LoadedModel, prompts: Sequence[Prompt]) -> list[dict
     return found
 
 
-def fill_clozes(model: LoadedModel, clozes: Sequence[Cloze]) -> list[dict[str, Any]]:
-    """The most probable words for each gap of each text."""
-    return [_fill(model, cloze) for cloze in clozes]
+def fill_clozes(
+    model: LoadedModel, clozes: Sequence[Cloze], wanted: Callable[[], bool] = lambda: False
+) -> list[dict[str, Any]]:
+    """The most probable words for each gap of each text. wanted: as above, asked before each text."""
+    return [_fill(model, cloze) for cloze in _until(wanted, clozes)]
 
 
 def _fill(model: LoadedModel, cloze: Cloze) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from training.distributed import World
+from training.stopping import until_stop
 
 # What the model is called with: input_ids, document_ids, causal, target_positions, as LTGBert.forward.
 Model = Callable[[Tensor, Tensor, bool, Tensor], Tensor]
@@ -134,6 +135,7 @@ def token_scores(
     word_l2r: bool = False,
     temperatures: tuple[float, ...] = (1.0,),
     progress: Callable[[int], object] | None = None,
+    wanted: Callable[[], bool] = lambda: False,
 ) -> np.ndarray:
     """Log-probability of every scored token at each temperature, float32 [K, N]; 0 for tokens that are not scored.
 
@@ -141,13 +143,14 @@ def token_scores(
     word_l2r: mask the sub-words of the same word that follow the masked token too (PLL-word-l2r: Kauf and Ivanova,
     2023), so that a word's first part is not given away by the rest. temperatures: logits are divided by them.
     progress: called with the number of tokens read after each batch. All ranks share the work and get the result.
+    wanted: whether this rank wants to stop; all ranks then raise Abandoned at the next batch.
     """
     documents = _documents(sentences, causal)
     shape = shape.holding(int(documents.lengths.max(initial=1)))
     order = np.argsort(-documents.lengths, kind="stable")  # the longest first
     mine = documents.take(order[world.rank :: world.size])
     scores = torch.zeros(len(temperatures), len(sentences.ids), device=world.device)
-    for part in _batches(mine, shape):
+    for part in until_stop(_batches(mine, shape), world, wanted):
         batch = _assemble(sentences, *part, shape, special, causal, word_l2r).to(world.device)
         with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=autocast):
             logits = model(batch.input_ids, batch.document_ids, causal, batch.positions)

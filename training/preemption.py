@@ -1,6 +1,6 @@
 """Preemption: the signals and the time limit upon which a run saves and stops, and SLURM's queue of jobs.
 
-Signals set a flag, and the training loop acts on it at the next step boundary.
+Signals set a flag, and the training loop acts on it at the next step boundary, or the next batch of an evaluation.
 
 The queue is asked by squeue, scontrol and sinfo: `sacct` is disabled on many clusters, and SLURM forgets an ended job
 after a few minutes. Where the commands are missing (in a container), the job script has put the time limit into the

@@ -15,9 +15,10 @@ from training.config import LATER_FLAGS, ConfigError, TrainingConfig, difference
 from training.distributed import World, on_main
 from training.environment import Environment
 from training.inputs import Inputs
+from training.metric_logger import read_metrics
 from training.optimizers import takes_over
 from training.run_dir import RunFolder, RunView, origin
-from training.status import ABANDONED, Attempt, checkpoint_folders, list_checkpoints, newest_step
+from training.status import ABANDONED, FINISHED, Attempt, checkpoint_folders, list_checkpoints, newest_step, read_status
 from training.stopping import register_attempt
 
 _WITHOUT_WEIGHTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")  # of a model: a branch may change them
@@ -28,9 +29,13 @@ _LOCK_SECONDS = 180.0  # for the processes of a job's last start to notice that 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts: on all ranks its checkpoint (None: step 0), on rank 0 alone its folder and attempt."""
+    """Where a run starts: on all ranks its checkpoint (None: step 0), on rank 0 alone its folder and attempt.
+
+    metrics: on all ranks, what metrics.jsonl has of the checkpoint's step, where the run is not finished.
+    """
 
     checkpoint: Checkpoint | None
+    metrics: list[dict[str, Any]]
     folder: RunFolder | None
     attempt: Attempt | None
 
@@ -44,20 +49,24 @@ def open_run(inputs: Inputs, world: World, stack: ExitStack) -> Start:
     opened: list[RunFolder] = []
     attempts: list[Attempt] = []
 
-    def open_folder() -> tuple[Checkpoint | None, list[str]]:
+    def open_folder() -> tuple[Checkpoint | None, list[str], list[dict[str, Any]]]:
         restarted, home = was_restarted(environment), config.run_folder
         if environment.restart_count > 0 and not home.exists():
             print(f"note: this job has run before, but there is no {home}: is its disk mounted here?", flush=True)
         if environment.job_id is not None:
             attempts.append(register_attempt(config, environment, newest_step(*checkpoint_folders(home))))
         opened.append(stack.enter_context(closing(RunFolder(home, _LOCK_SECONDS if restarted else 0.0))))
-        return find_resume_point(opened[0], inputs, restarted, environment.job_id)
+        checkpoint, notes = find_resume_point(opened[0], inputs, restarted, environment.job_id)
+        step = checkpoint.step if checkpoint is not None else 0
+        status = read_status(home)
+        lines = [] if status is not None and status.state == FINISHED else read_metrics(opened[0].metrics)
+        return checkpoint, notes, [line for line in lines if line["step"] == step]
 
-    checkpoint, notes = on_main(world, open_folder)
+    checkpoint, notes, metrics = on_main(world, open_folder)
     if world.is_main:
         for note in notes:
             print(f"note: {note}", flush=True)
-    return Start(checkpoint, opened[0] if opened else None, attempts[0] if attempts else None)
+    return Start(checkpoint, metrics, opened[0] if opened else None, attempts[0] if attempts else None)
 
 
 def was_restarted(environment: Environment) -> bool:

@@ -20,7 +20,7 @@ from training.rank_checks import check_ranks
 from training.run_dir import RunFolder, versions
 from training.state import TrainState
 from training.status import RUNNING, StatusFile, checkpoint_folders, list_checkpoints
-from training.stopping import StopConditions
+from training.stopping import Stop, StopConditions, most_urgent
 
 _PAUSE_SECONDS = 1.0  # before a save is tried again: a file server may be on its way back
 
@@ -33,6 +33,13 @@ def save(state: TrainState, saver: Saver | None, last: bool = False) -> bool:
     check_ranks(state, state.world)  # what differs must not take the place of a good checkpoint
     check_finite(state)
     return on_main(state.world, lambda: saver is not None and saver.save(state, last))
+
+
+def save_and_stop(state: TrainState, saver: Saver | None, saved: int, conditions: StopConditions) -> Stop:
+    """End a run that some rank wants to stop, by a checkpoint unless that of step `saved` is it; returns the reason."""
+    if saved != state.step:
+        save(state, saver, last=True)
+    return most_urgent(state.world.all_gather_objects(conditions.request, "stop requests"))
 
 
 def check_finite(state: TrainState) -> None:
@@ -57,15 +64,15 @@ def _tensors(state: TrainState) -> dict[str, dict[str, torch.Tensor]]:
 
 
 class Saver:
-    """Writes the checkpoints of a run, on rank 0. newest: the last one that it has written."""
+    """Writes the checkpoints of a run, on rank 0. newest: the last one of the run."""
 
     def __init__(
         self, folder: RunFolder, inputs: Inputs, log: MetricLogger, conditions: StopConditions, status: StatusFile
     ):
-        self.newest: Path | None = None
         self._folder, self._inputs, self._log, self._say = folder, inputs, log, log.say
         self._conditions, self._status = conditions, status
         self._places = checkpoint_folders(folder.path)
+        self.newest = next(iter(list_checkpoints(*self._places)), None)
         self._tries = [folder.checkpoints, folder.checkpoints]
         if inputs.config.spare_checkpoint_dir:
             self._tries.append(self._places[-1])

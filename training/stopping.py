@@ -5,12 +5,17 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+import torch
 
 from training import preemption
 from training.config import TrainingConfig
+from training.distributed import World
 from training.environment import Environment
 from training.errors import BUG, DONE, GAVE_UP, HARDWARE, signal_code
 from training.preemption import StopSignals, TimeLimit
@@ -32,6 +37,8 @@ _ASSUMED_BYTES_PER_SECOND = 2e8  # of a save, until one has been measured
 PROBLEM, INTERRUPT, SUPERSEDED, PREEMPTION = "problem", "interrupt", "superseded", "preemption"
 _PRIORITY = (PROBLEM, INTERRUPT, SUPERSEDED, PREEMPTION)
 
+_Batch = TypeVar("_Batch")
+
 
 class RestartRefused(RuntimeError):
     """The job has been restarted too often, or without progress; the message says which."""
@@ -52,10 +59,34 @@ def most_urgent(stops: list[Stop | None]) -> Stop:
     return min((stop for stop in stops if stop is not None), key=lambda stop: _PRIORITY.index(stop.kind))
 
 
+class Abandoned(Exception):
+    """A stop request has ended an evaluation; what it had measured is dropped."""
+
+
+def until_stop(batches: Iterable[_Batch], world: World, wanted: Callable[[], bool]) -> Iterator[_Batch]:
+    """This rank's `batches`; raises Abandoned on all ranks, before the same round, once `wanted` holds on any.
+
+    One all_reduce between the hosts a round. Ranks may have different numbers of batches: one that has no more takes
+    part until none has.
+    """
+    remaining = iter(batches)
+    while True:
+        batch = next(remaining, None)
+        counts = torch.tensor([int(wanted()), int(batch is not None)])
+        stops, unfinished = world.all_reduce(counts, "stop requests").tolist()
+        if stops:
+            raise Abandoned
+        if not unfinished:
+            return
+        if batch is not None:
+            yield batch
+
+
 class StopConditions:
-    """Everything that may end a run early, looked at once a step without waiting for anything.
+    """Everything that may end a run early, looked at without waiting for anything: once a step, and during evaluations.
 
     Signals count on every rank. Rank 0 (the one with an `attempt`) also watches the clock and the run folder.
+    request: what was found; it stays.
     """
 
     def __init__(
@@ -72,6 +103,7 @@ class StopConditions:
         self._save_seconds = checkpoint_bytes / _ASSUMED_BYTES_PER_SECOND
         self._round_seconds, self._round_began, self._rounds, self._measured = 0.0, time.monotonic(), 0, False
         self._next_look = 0.0
+        self.request: Stop | None = None
 
     def signalled(self) -> bool:
         """Whether this rank was sent a stop signal."""
@@ -88,13 +120,23 @@ class StopConditions:
         return self._round_seconds + 2 * self._save_seconds + self._margin
 
     def requested(self, problem: str | None) -> Stop | None:
-        """Whether this rank wants to stop now. problem: why this rank cannot continue, if it cannot."""
+        """Whether this rank wants to stop now; asked once a round. problem: why this rank cannot continue, if so."""
         now = time.monotonic()
         seconds, self._round_began, self._rounds = now - self._round_began, now, self._rounds + 1
         if self._rounds <= 3:  # the start is no round, and the first one, in which much happens once, no measure
             self._round_seconds = seconds if self._rounds > 1 else 0.0
         else:
             self._round_seconds = max(self._round_seconds, seconds)
+        self.request = self._look(problem, self.lead) or self.request
+        return self.request
+
+    def wanted(self) -> bool:
+        """Whether this rank wants to stop now, asked as often as one likes within a round; it then need not end."""
+        self.request = self._look(None, self.lead - self._round_seconds) or self.request
+        return self.request is not None
+
+    def _look(self, problem: str | None, lead: float) -> Stop | None:
+        now = time.monotonic()
         if problem:
             return Stop(PROBLEM, problem)
         received = self._signals.received
@@ -104,7 +146,7 @@ class StopConditions:
             self._next_look = now + _LOOK_SECONDS
             if self._attempt.superseded():
                 return Stop(SUPERSEDED, "a newer start of the same job")
-        if self._limit is not None and self._limit.reached(self.lead):
+        if self._limit is not None and self._limit.reached(lead):
             return Stop(PREEMPTION, f"the job's time limit in {self._limit.seconds_left or 0:.0f} seconds")
         return None
 

@@ -6,6 +6,7 @@ Runs follow one another in the same processes: importing torch takes longer than
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -149,6 +150,47 @@ def stopped(rank: int) -> Iterator[None]:
 
     with mock.patch.object(train_single_gpu, "train_step", step):
         yield
+
+
+def _signals(rank: int, module: str, function: str, call: int) -> Iterator[None]:
+    """SIGTERM comes inside a function's call of this number, which is to be the last one.
+
+    To rank 0 in what it computes alone, else to the last rank; all ranks are to make no more calls than that.
+    """
+    target = importlib.import_module(module)
+    original, calls = getattr(target, function), 0
+    receiver = 0 if function == "_fill" else int(os.environ.get("WORLD_SIZE", "1")) - 1
+
+    def counted(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        assert calls <= call, f"{function} goes on after the signal"
+        if calls == call and rank == receiver:
+            signal.raise_signal(signal.SIGTERM)
+        return original(*arguments, **options)
+
+    with mock.patch.object(target, function, counted):
+        yield
+
+
+@fault
+def signal_in_validation(rank: int) -> Iterator[None]:
+    yield from _signals(rank, "training.validation", "score_targets", 2)
+
+
+@fault
+def signal_in_validation_of_average(rank: int) -> Iterator[None]:
+    yield from _signals(rank, "training.validation", "score_targets", 20)
+
+
+@fault
+def signal_in_pairs(rank: int) -> Iterator[None]:
+    yield from _signals(rank, "evaluation.token_log_probs", "log_probabilities", 2)
+
+
+@fault
+def signal_in_samples(rank: int) -> Iterator[None]:
+    yield from _signals(rank, "evaluation.samples", "_fill", 1)
 
 
 def main() -> None:
