@@ -22,7 +22,7 @@ from training.environment import (
     tasks_per_node,
 )
 from training.preemption import StopSignals, TimeLimit, parse_time
-from training.stopping import RestartRefused, StopConditions, excuse_attempt, register_attempt
+from training.stopping import RestartRefused, Stop, StopConditions, excuse_attempt, register_attempt
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -302,6 +302,22 @@ def test_time_limit_lead_excludes_start_up(tmp_path, monkeypatch):
     assert conditions.lead == 4 + 2 * 3 + 60
     conditions.saved(2.0)
     assert conditions.lead == 70
+
+
+def test_look_between_batches_is_no_round_of_the_lead(tmp_path, monkeypatch):
+    now, signals = [0.0], StopSignals()
+    monkeypatch.setattr("training.stopping.time.monotonic", lambda: now[0])
+    conditions = StopConditions(short_config(tmp_path), signals, read_environment({}), None, 0)
+    for _ in range(4):
+        for _ in range(10):  # batches of a validation within each round
+            now[0] += 1
+            assert not conditions.wanted()
+        assert conditions.requested(None) is None
+    assert conditions.lead == 10 + 60
+    signals.received = "SIGTERM"
+    assert conditions.wanted()
+    signals.received = None
+    assert conditions.requested(None) == conditions.request == Stop("preemption", "SIGTERM")  # what was found stays
 
 
 def test_starts_ended_by_signals_are_not_fruitless(tmp_path, fake_slurm):
