@@ -25,10 +25,10 @@ def examples() -> dict[str, tuple[str, list[tuple[str, str]]]]:
 
 
 def apply(diff: str, folder: Path) -> Path:
-    """Replace the lines of each hunk, which must be in the file exactly once; returns the file."""
+    """Replace the lines of each hunk, which must be in the file exactly once; a missing file is empty. Returns it."""
     header, *hunks = re.split(r"^@@.*\n", diff, flags=re.MULTILINE)
     path = folder / header.split()[1]
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     for hunk in hunks:
         lines = [(line[:1], f"{line[1:]}\n") for line in hunk.splitlines()]
         old, new = ("".join(line for sign, line in lines if sign != other) for other in "+-")
@@ -54,7 +54,7 @@ def copy(tmp_path_factory) -> Path:
 
 def test_examples_touch_as_many_files_as_they_say():
     found = examples()
-    assert {"An optimizer", "A metric", "A schedule"} <= found.keys()
+    assert {"An optimizer", "A metric", "A schedule", "An objective", "A model"} <= found.keys()
     for title, (count, blocks) in found.items():
         touched = {block.split()[1] for language, block in blocks if language == "diff"}
         assert blocks, title
@@ -71,6 +71,8 @@ def test_a_run_with_the_examples_uses_them(copy, tmp_path):
     assert lines[-1]["train/loss"] < lines[0]["train/loss"]
     assert [line["stats/learning_rate"] for line in lines] == pytest.approx([0, *[1e-3] * 8, 5e-4])
     for line in lines:
+        assert line["stats/denoise_rows"] in (line["stats/global_batch_size"] // 8 + more for more in (0, 1))
+        assert "train/denoise_loss" in line
         assert line["mine/tokens_per_update"] == line["stats/global_batch_size"] * line["stats/seq_length"]
     saved = open_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000010").tensors("optimizer")
     assert {key.split("/")[0] for key in saved} == {"momentum"}
@@ -78,3 +80,13 @@ def test_a_run_with_the_examples_uses_them(copy, tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000010")
     run(arguments, script=copy / "train_single_gpu.py")
     assert [line["train/loss"] for line in training_lines(tmp_path / "run")] == [line["train/loss"] for line in lines]
+
+
+@pytest.mark.slow
+def test_a_run_with_the_model_of_the_examples_trains_it(copy, tmp_path):
+    inputs = make_inputs(tmp_path / "inputs", model_type="plain")
+    arguments = flags(inputs, tmp_path, max_steps=10, validate_every=5, save_every=0, validation_samples=1)
+    run(arguments, script=copy / "train_single_gpu.py")
+    lines = training_lines(tmp_path / "run")
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 0.3
+    assert "words.weight" in open_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000010").tensors("model")
