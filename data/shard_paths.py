@@ -49,6 +49,11 @@ def find_shards(path: str | Path) -> list[tuple[Path, str | None]]:
     return shards
 
 
+def resolve_shards(path: str | Path) -> list[Path]:
+    """The shard files that `path` names, in order. Raises as `find_shards`."""
+    return [shard for shard, _ in find_shards(path)]
+
+
 def _entries(folder: Path) -> dict[str, dict[str, Any]] | None:
     """What the manifest of a folder lists, by file name; None where there is no manifest."""
     if not (folder / MANIFEST_NAME).exists():

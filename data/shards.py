@@ -400,10 +400,3 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 def _is_entry(entry: dict[str, Any]) -> bool:
     return {field.name for field in fields(ShardFile)} <= set(entry) and Path(entry["file"]).name == entry["file"]
-
-
-def resolve_shards(path: str | Path) -> list[Path]:
-    """The shard files that `path` names, in order; see data/shard_paths.py."""
-    from data.shard_paths import find_shards  # which reads manifests
-
-    return [shard for shard, _ in find_shards(path)]

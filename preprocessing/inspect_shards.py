@@ -20,13 +20,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from data.cli import Parser
+from data.shard_paths import resolve_shards
 from data.shards import (
     MANIFEST_NAME,
     Shard,
     ShardError,
     open_shard,
     read_manifest,
-    resolve_shards,
     sha256_file,
     tokenizer_hash,
 )

@@ -32,13 +32,13 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic_io import sync_folder, write_atomically
+from data.shard_paths import resolve_shards
 from data.shards import (
     FORMAT_VERSION,
     JOURNAL_NAME,
     MANIFEST_NAME,
     ShardFile,
     read_manifest,
-    resolve_shards,
     write_manifest,
 )
 from data.wording import count, ranks_text

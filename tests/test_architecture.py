@@ -146,6 +146,51 @@ def test_imports_run_one_way(path):
             assert name in allowed, f"{path} imports {name}, and {own} may import {sorted(allowed)}"
 
 
+def modules_imported(path: Path) -> set[str]:
+    """Our modules that a file imports, also inside functions, but for types alone."""
+    ours = {".".join(module.with_suffix("").parts) for module in MODULES}
+    for_types = {id(inner) for node in tree(path).body if is_type_checking(node) for inner in ast.walk(node)}
+    found: set[str] = set()
+    for node in ast.walk(tree(path)):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & ours - {".".join(path.with_suffix("").parts)}
+
+
+def test_imports_have_no_circles():
+    below = {".".join(path.with_suffix("").parts): modules_imported(path) for path in MODULES}
+    while leaves := {name for name, imported in below.items() if not imported}:
+        below = {name: imported - leaves for name, imported in below.items() if name not in leaves}
+    assert not below, f"these import each other, or what does: {sorted(below)}"
+
+
+def test_files_and_functions_are_short():
+    long = {str(path): len((ROOT / path).read_text().splitlines()) for path in SOURCES}
+    assert not {name: lines for name, lines in long.items() if lines > 450}
+    functions = {
+        f"{path}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path in SOURCES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert not {name: lines for name, lines in functions.items() if lines > 60}
+
+
+def test_training_is_a_story_of_few_parts():
+    """The scripts tell the run, training/ holds the parts of its loop."""
+    lines = {
+        name: len((ROOT / name).read_text().splitlines()) for name in ("train_single_gpu.py", "train_multi_gpu.py")
+    }
+    assert lines["train_single_gpu.py"] <= 170
+    assert lines["train_multi_gpu.py"] <= 40
+    parts = [path for path in MODULES if path.parts[0] == "training" and path.name != "__init__.py"]
+    assert len(parts) <= 27, f"{len(parts)} files; which two are one subject?"
+
+
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_import_time_needs_four_packages_only(path):
     foreign = {name for name, at_import in imports(path) if at_import} - set(sys.stdlib_module_names) - set(BELOW)

@@ -13,7 +13,8 @@ import torch
 from helpers.tiny_runs import refusal
 from safetensors.torch import load_file
 
-from data.shards import open_shard, read_manifest, resolve_shards, sha256_file
+from data.shard_paths import resolve_shards
+from data.shards import open_shard, read_manifest, sha256_file
 from export.load_model import load_model
 from model import ModelConfig
 from model_extra import build_model

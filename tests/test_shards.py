@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data.shards
+from data.shard_paths import resolve_shards
 from data.shards import (
     ShardError,
     ShardWriter,
     describe_shard,
     open_shard,
     read_manifest,
-    resolve_shards,
     sha256_file,
     token_dtype,
     tokenizer_hash,

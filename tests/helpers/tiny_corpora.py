@@ -10,7 +10,8 @@ from pathlib import Path
 
 import zstandard
 
-from data.shards import open_shard, resolve_shards
+from data.shard_paths import resolve_shards
+from data.shards import open_shard
 from preprocessing import tokenize_corpus
 from preprocessing.inputs import find_inputs
 from preprocessing.tokenize_corpus import Summary, tokenize_files
