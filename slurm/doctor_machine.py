@@ -18,7 +18,7 @@ from torch.cuda.nccl import version as nccl_version
 from data.wording import count, ranks_text, size_text, time_text
 from model import ModelConfig
 from slurm.doctor_table import FAIL, OK, WARN, Measurements, Row, by_value, spread
-from training import kernel_report
+from training import summary
 from training.config import TrainingConfig
 from training.distributed import World
 from training.environment import Environment
@@ -293,9 +293,9 @@ def assess_device_reduce(measured: Measurements, ranks: Measurements) -> Row:
 
 def measure_kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -> dict[str, Any]:
     """The kernels of this rank, and those whose slower reference implementation runs instead."""
-    found = kernel_report.missing(config, model, device)
+    found = summary.missing_kernels(config, model, device)
     slower = sorted(name for name, reason in found.items() if reason and device.type == "cuda")
-    return {"line": kernel_report.line(found), "slower": slower}
+    return {"line": summary.kernels_line(found), "slower": slower}
 
 
 def assess_kernels(measured: Measurements) -> Row:

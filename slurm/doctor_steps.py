@@ -16,15 +16,14 @@ from data.wording import count, size_text, time_text
 from slurm.doctor_machine import seconds_left
 from slurm.doctor_run import count_parameters
 from slurm.doctor_table import OK, WARN, Measurements, Row
-from training import kernel_report
+from training import summary
 from training.distributed import World
 from training.environment import Environment
 from training.inputs import Inputs, choose_split
-from training.memory import memory_estimate
 from training.state import TrainState
 from training.step import agree, train_step
 from training.step_metrics import AsyncStepMetrics
-from training.summary import flops_per_token
+from training.summary import flops_per_token, memory_estimate
 
 # Beyond these a row is WARN.
 _IDLE = 0.1  # fraction of a step for which ranks wait for others, or of a rank's micro-batches that holds no row
@@ -77,7 +76,7 @@ def assess_batch(inputs: Inputs, world_size: int) -> Row:
 def assess_memory(inputs: Inputs, measured: Measurements, device: torch.device, world_size: int) -> Row:
     """The estimate against the devices; the real step below measures."""
     config, model, parameters = inputs.config, inputs.model_config, count_parameters(inputs)
-    absent = {name for name, reason in kernel_report.missing(config, model, device).items() if reason}
+    absent = {name for name, reason in summary.missing_kernels(config, model, device).items() if reason}
     split = choose_split(inputs.config, inputs.plan, world_size)
     need = memory_estimate(config, model, inputs.plan, parameters, absent, world_size, split)
     sizes = [own["gpu"]["total"] for own in measured.values() if own["gpu"]]

@@ -12,7 +12,7 @@ from model import ModelConfig
 from ops import attention_cuda, nvrtc, residual, residual_cuda, rope
 from slurm import doctor_machine
 from slurm.doctor_table import OK, WARN
-from training import kernel_report
+from training import summary
 from training.config import TrainingConfig
 
 CUDA = torch.device("cuda", 0)
@@ -46,7 +46,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 def report(config: TrainingConfig = FLAGS, **changes) -> str:
     model = dataclasses.replace(BASE, **changes)
-    return kernel_report.line(kernel_report.missing(config, model, CUDA, load=False))
+    return summary.kernels_line(summary.missing_kernels(config, model, CUDA, load=False))
 
 
 @pytest.mark.parametrize("name", ["A100", "A10", "L40S", "H200", "B200", "RTX 5090"])
@@ -134,13 +134,13 @@ def test_kernels_that_do_not_load_are_named(monkeypatch: pytest.MonkeyPatch):
     pretend(monkeypatch, "H200")
     monkeypatch.setattr(residual_cuda, "_module", fail)
     monkeypatch.setattr(residual_cuda, "available", residual_cuda.available.__wrapped__)
-    others = [kernel for kernel in kernel_report._kernels(FLAGS, BASE, CUDA) if kernel.name != "residual"]
-    residual = [kernel for kernel in kernel_report._kernels(FLAGS, BASE, CUDA) if kernel.name == "residual"]
+    others = [kernel for kernel in summary._kernels(FLAGS, BASE, CUDA) if kernel.name != "residual"]
+    residual = [kernel for kernel in summary._kernels(FLAGS, BASE, CUDA) if kernel.name == "residual"]
     monkeypatch.setattr(
-        kernel_report, "_kernels", lambda *_: [*(k._replace(available=lambda: True) for k in others), *residual]
+        summary, "_kernels", lambda *_: [*(k._replace(available=lambda: True) for k in others), *residual]
     )
     with pytest.warns(UserWarning, match="residual stream runs without.*no NVRTC"):
-        found = kernel_report.missing(FLAGS, BASE, CUDA)
+        found = summary.missing_kernels(FLAGS, BASE, CUDA)
     assert {name for name, reason in found.items() if reason} == {"residual"}
     assert "cannot be compiled or loaded" in found["residual"]
 

@@ -11,7 +11,7 @@ from model import ModelConfig
 from model_extra import build_model
 from training.config import TrainingConfig
 from training.inputs import make_plan
-from training.memory import memory_estimate
+from training.summary import memory_estimate
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 # Kernels that there were not at first.

@@ -56,7 +56,7 @@ def test_the_start_says_what_is_slower_than_it_might_be(tmp_path, monkeypatch):
     """Ranks of one objective each, which are auto's choice, and steps without CUDA graphs."""
     folder = make_inputs(tmp_path / "inputs", documents=60)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    monkeypatch.setattr("training.kernel_report.missing", lambda *_: {})
+    monkeypatch.setattr("training.summary.missing_kernels", lambda *_: {})
 
     def told(**options) -> str:
         inputs = read_inputs(parse_config(flags(folder, tmp_path / "runs", compile=True, **options), ""))

@@ -1,28 +1,30 @@
-"""What a run is about to do, in one readable block, and the arithmetic behind it."""
+"""Summary of a run before it starts: batches, schedule, kernels, memory, and the arithmetic behind them."""
 
 from __future__ import annotations
 
 import platform
 import socket
 import sys
+from collections.abc import Callable, Collection
 from datetime import datetime, timezone
-from typing import Any
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
 from data.loader import micro_batch_rows
 from data.objectives import OBJECTIVES
-from data.plan import StepPlan
+from data.plan import DataPlan, StepPlan, rows_of_rank
 from data.wording import count
 from model_config import ModelConfig
 from model_extra import model_class
-from ops.reference import reference_parts
-from training import kernel_report
+from ops import attention_cuda, cross_entropy_cuda, gated_norm_cuda, lamb_cuda, residual_cuda, rope
+from ops.reference import reference_chosen, reference_parts
 from training.config import TrainingConfig
 from training.distributed import World
 from training.forward_backward import graph_obstacle
 from training.inputs import Inputs
-from training.memory import memory_estimate
 from training.run_dir import origin
 
 # Dense bf16 matrix rates in FLOP/s of what a rank has, from the vendors' data sheets, by what the device's name
@@ -105,7 +107,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
     if config.numerator_end not in (None, config.hybrid_numerator):
         ratio += f" -> {config.numerator_end}/{config.hybrid_denominator}"
     others = "".join(f"{each.rows} {each.name}, of the others " for each in OBJECTIVES if each.rows)
-    missing = kernel_report.missing(config, model, world.device)
+    missing = missing_kernels(config, model, world.device)
     absent = {name for name, reason in missing.items() if reason}
     need = memory_estimate(config, model, plan, parameters, absent, world.size, split)
     hint = ""
@@ -115,7 +117,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
     lines = {
         "run": f"{config.run_folder}, steps {start_step} -> {config.max_steps}, seed {config.seed}",
         "device": f"{world.size} x {device}, {'bf16 autocast' if config.mixed_precision else 'fp32'}",
-        "kernels": kernel_report.line(missing),
+        "kernels": kernels_line(missing),
         "model": f"{model.model_type}, {parameters:,} parameters ({model.hidden_size} x {model.num_hidden_layers} "
         f"layers, {model.num_attention_heads} heads, vocabulary {model.vocab_size:,}, "
         f"{model.position_embedding} positions)",
@@ -157,8 +159,200 @@ def describe_launch(config: TrainingConfig, model: ModelConfig, world: World, st
         "job_id": world.environment.job_id,
         "restart_count": world.environment.restart_count,
         "device": name,
-        "kernels": kernel_report.line(kernel_report.missing(config, model, device)),
+        "kernels": kernels_line(missing_kernels(config, model, device)),
         "reference": reference_parts(),
         "start_step": start_step,
         "resumed_from": origin(config),
     }
+
+
+# Kernels. Costs are those of base on an H200, rows of 128 to 512 tokens (benchmarks/README.md).
+
+# Time that the reference implementation adds to a step, in percent, from and to; None where nobody has measured it.
+_COSTS = {
+    "attention": (100, 260),
+    "rotary attention": None,
+    "residual": (60, 60),
+    "residual without averages": None,
+    "gate norm": (5, 5),
+    "feed-forward norm": (15, 15),
+    "loss": (5, 10),
+    "optimizer": (1, 6),
+}
+
+
+class _Kernel(NamedTuple):
+    name: str
+    part: str  # its name in HYBRID_REFERENCE
+    precise: bool  # runs in float32, too
+    obstacle: str  # of device and sizes
+    available: Callable[[], bool]
+
+
+def missing_kernels(
+    config: TrainingConfig, model: ModelConfig, device: torch.device, load: bool = True
+) -> dict[str, str]:
+    """For each kernel that there is for such a run, why it is not used; "" where it is.
+
+    config: device defaults resolved. load: compile or load kernels without an obstacle; without, nothing
+    touches the device.
+    """
+    found = {}
+    for kernel in _kernels(config, model, device):
+        reason = kernel.obstacle if device.type != "cuda" else reference_chosen(kernel.part)
+        if not reason and not kernel.precise and not config.mixed_precision:
+            reason = "they compute in bfloat16 (--mixed_precision)"
+        reason = reason or kernel.obstacle
+        if not reason and load and not kernel.available():
+            reason = "they cannot be compiled or loaded (a warning says why)"
+        found[kernel.name] = reason
+    return found
+
+
+def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -> list[_Kernel]:
+    width, averages = model.hidden_size, model.model_type == "gpt-bert"
+    heads = (model.head_dim, 2 * model.position_bucket_size - 1)
+    drops, sublayers = model.attention_probs_dropout_prob > 0, 2 * model.num_hidden_layers
+    attention = _Kernel(
+        "attention",
+        "attention",
+        False,
+        attention_cuda.obstacle(device, *heads, trains=True),
+        lambda: attention_cuda.available(device, *heads, drops, trains=True),
+    )
+    if model.position_embedding == "rope":
+        dtype = torch.bfloat16 if config.mixed_precision else torch.float32
+        attention = _Kernel("rotary attention", "attention", True, rope.obstacle(device, dtype), lambda: True)
+    residual = _Kernel(
+        "residual" if averages else "residual without averages",
+        "residual",
+        False,
+        residual_cuda.obstacle(device, width, sublayers),
+        lambda: residual_cuda.available(device, width, sublayers),
+    )
+    norms = [
+        _Kernel(
+            name,
+            "norm",
+            False,
+            gated_norm_cuda.obstacle(device, features),
+            partial(gated_norm_cuda.available, device, features),
+        )
+        for name, features in [("gate norm", width)] * averages + [("feed-forward norm", model.intermediate_size)]
+    ]
+    loss = _Kernel(
+        "loss",
+        "loss",
+        False,
+        cross_entropy_cuda.obstacle(device, model.vocab_size),
+        lambda: cross_entropy_cuda.available(device, model.vocab_size),
+    )
+    kernels = [attention, residual, *norms, loss]
+    if config.optimizer == "lamb":
+        obstacle = lamb_cuda.obstacle(device)
+        kernels.append(_Kernel("optimizer", "optimizer", True, obstacle, lambda: lamb_cuda.available(device)))
+    return kernels
+
+
+def kernels_line(found: dict[str, str]) -> str:
+    """What `missing_kernels` found, in words: the kernels that run, those that do not, why, and about what it costs.
+
+    residual, loss, optimizer | not: attention because heads have 96 features and not 32, 64 or 128 (100 to 260 %
+    more time a step)
+    """
+    used = [name for name, reason in found.items() if not reason]
+    if not used and len(set(found.values())) == 1:
+        return f"none, since {next(iter(found.values()))}"
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in found.items():
+        if reason:
+            by_reason.setdefault(reason, []).append(name)
+    absent = [f"{', '.join(names)} because {reason} ({_cost(names)})" for reason, names in by_reason.items()]
+    return ", ".join(used or ["none"]) + (f" | not: {'; '.join(absent)}" if absent else "")
+
+
+def _cost(names: list[str]) -> str:
+    known = [cost for cost in map(_COSTS.__getitem__, names) if cost is not None]
+    if not known:
+        return "at a cost that was not measured"
+    low, high = (sum(side) for side in zip(*known, strict=True))
+    return f"about {low if low == high else f'{low} to {high}'} % more time a step"
+
+
+# Memory. What the model keeps of a micro-batch for its backward pass is counted; the rest is fitted to runs on an H200
+# (tests/test_memory.py has them). The allocator holds up to a fifth more than tensors take, and CUDA itself about half a
+# GiB a process.
+
+
+def memory_estimate(
+    config: TrainingConfig,
+    model: ModelConfig,
+    plan: DataPlan,
+    parameters: int,
+    missing: Collection[str],
+    world_size: int,
+    split: str,
+) -> float:
+    """Peak of the tensors on one device in bytes: states, and activations of the largest micro-batch.
+
+    config: device defaults resolved. missing: names of kernels that do not run (`missing_kernels`).
+    """
+    size = 2 if config.mixed_precision else 4
+    # Weights, gradients, two moments and the average in float32; autocast's copy of the weights.
+    states = parameters * (20 + (size if config.mixed_precision else 0))
+    per_step = (_largest_micro_batch(config, plan, step, world_size, split) for step in _ends_of_lengths(plan))
+    return states + max(_activations(config, model, size, missing, *batch) for batch in per_step)
+
+
+def _ends_of_lengths(plan: DataPlan) -> set[int]:
+    """First and last step of each row length: the most targets and the largest batch are at one of them."""
+    return {step for begin, end in pairwise(plan.length_changes()) if begin < end for step in (begin, end - 1)}
+
+
+def _largest_micro_batch(
+    config: TrainingConfig, plan: DataPlan, step: int, world_size: int, split: str
+) -> tuple[int, int, float]:
+    """Tokens, row length and targets of the micro-batch of a step with the most targets.
+
+    That is one of the last rank, which is causal where ranks have one objective each, with the rows of which the most
+    tokens are targets.
+    """
+    at = plan.step(step)
+    parts = [(OBJECTIVES[part.objective], len(part)) for part in rows_of_rank(at, world_size - 1, world_size, split)]
+    room = micro_batch_rows(config.local_batch_size, config.seq_length, at.seq_length)
+    taken, targets = 0, 0.0
+    for fraction, rows in sorted(((each.target_fraction(at.mask_p), rows) for each, rows in parts), reverse=True):
+        rows = min(rows, room - taken)
+        taken, targets = taken + rows, targets + rows * fraction
+    return taken * at.seq_length, at.seq_length, targets * at.seq_length
+
+
+def _activations(
+    config: TrainingConfig,
+    model: ModelConfig,
+    size: int,
+    missing: Collection[str],
+    tokens: int,
+    row_length: int,
+    targets: float,
+) -> float:
+    """Bytes that forward and backward pass of a micro-batch take at most, with `size` bytes a number."""
+    width, inner, averages = model.hidden_size, model.intermediate_size, model.model_type == "gpt-bert"
+    wide = 4 // size  # the residual stream is float32
+    # Of a layer, in numbers a token: what attention reads, queries, keys, values, context and its norm; what the
+    # feed-forward reads; its two halves and their norm. With averages also a gate and a state for each sublayer.
+    kept = (7 + 3 * averages) * width + 3 * inner
+    scores = 0.0
+    if model.position_embedding == "rope":
+        kept += 2 * width  # copies in the order of causal and other rows
+    elif "attention" in missing:
+        # Probabilities and what they are made of; scores of queries and of keys with each position bucket, and copies.
+        scores = model.num_attention_heads * (row_length * (2.5 * size + 1) + 4 * size * model.position_bucket_size)
+        kept += 2 * width
+    if "residual" in missing or "residual without averages" in missing:
+        kept += 2 * (wide + averages * (wide - 1)) * width  # its value before each sublayer; states as wide as it
+    if "feed-forward norm" in missing and not config.compile:
+        kept += 3 * width + 3 * inner  # each operation keeps what it was given
+    logits = 2 * size if "loss" not in missing else 20 if size == 2 else 16
+    outside = 6 * 4 * width  # embeddings and their norm, the stream, its gradient and sums over depth
+    return tokens * (model.num_hidden_layers * (kept * size + scores) + outside) + targets * model.vocab_size * logits
