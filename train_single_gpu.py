@@ -30,8 +30,7 @@ from training.schedules import due
 from training.sinks import check_sinks, leave
 from training.state import TrainState
 from training.status import StatusFile
-from training.step import agree, train_step, warm_up
-from training.step_metrics import AsyncStepMetrics
+from training.step import AsyncStepMetrics, agree, train_step, warm_up
 from training.stopping import Stop, StopConditions
 from training.summary import describe
 from training.watchdog import Watchdog

@@ -35,7 +35,7 @@ from training.config import TrainingConfig
 from training.distributed import single_world, start_world
 from training.gradients import GradientBuckets
 from training.state import TrainState
-from training.step_metrics import InFlightStep
+from training.step import InFlightStep
 
 _TRACED_STEPS = 4
 _PARTS = ("micro-batches", "all_reduce", "rest")

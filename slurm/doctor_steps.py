@@ -21,8 +21,7 @@ from training.distributed import World
 from training.environment import Environment
 from training.inputs import Inputs, choose_split
 from training.state import TrainState
-from training.step import agree, train_step
-from training.step_metrics import AsyncStepMetrics
+from training.step import AsyncStepMetrics, agree, train_step
 from training.summary import flops_per_token, memory_estimate
 
 # Beyond these a row is WARN.

@@ -28,7 +28,7 @@ from training.loss import (
     target_scores,
 )
 from training.rank_checks import DivergenceError
-from training.step_metrics import AsyncStepMetrics, InFlightStep, NonFiniteError
+from training.step import AsyncStepMetrics, InFlightStep, NonFiniteError
 
 
 @given(st.integers(1, 5), st.integers(1, 30), st.floats(0, 1), st.integers(0, 99))

@@ -280,8 +280,8 @@ def _cost(names: list[str]) -> str:
 
 
 # Memory. What the model keeps of a micro-batch for its backward pass is counted; the rest is fitted to runs on an H200
-# (tests/test_memory.py has them). The allocator holds up to a fifth more than tensors take, and CUDA itself about half a
-# GiB a process.
+# (tests/test_memory.py has them). The allocator holds up to a fifth more than tensors take, and CUDA itself about half
+# a GiB a process.
 
 
 def memory_estimate(

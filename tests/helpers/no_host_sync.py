@@ -18,8 +18,7 @@ from training.distributed import World, start_world
 from training.gradients import BUCKET_BYTES
 from training.inputs import read_inputs, resolve_device_defaults
 from training.state import TrainState
-from training.step import agree, train_step
-from training.step_metrics import AsyncStepMetrics
+from training.step import AsyncStepMetrics, agree, train_step
 
 
 def train_without_waiting(
