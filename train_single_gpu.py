@@ -23,15 +23,13 @@ from training.inputs import Inputs, choose_split, read_inputs
 from training.metric_logger import MetricLogger, open_logger
 from training.plugins import Plugins
 from training.rank_checks import check_same_run
-from training.resume import open_run
-from training.run_end import RunEnd
-from training.saving import Saver, save, save_and_stop
+from training.resume import Saver, open_run, save, save_and_stop
 from training.schedules import due
 from training.sinks import check_sinks, leave
 from training.state import TrainState
 from training.status import StatusFile
 from training.step import AsyncStepMetrics, agree, train_step, warm_up
-from training.stopping import Stop, StopConditions
+from training.stopping import RunEnd, Stop, StopConditions
 from training.summary import describe
 from training.watchdog import Watchdog
 

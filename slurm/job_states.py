@@ -35,6 +35,8 @@ def resolve_state(entry: QueueEntry | None, run: RunOutcome) -> tuple[str, str]:
         return "pending", entry.reason
     if not over and (entry is None or entry.state != "COMPLETING" or run.state in (None, "running")):
         return "running", "" if run.state else "starting"
+    if not over and run.state == "stopped":  # SLURM says in a moment whether somebody cancelled the job
+        return "running", run.reason
     if run.state == "finished":
         return "finished", run.reason
     if entry is not None and entry.state in ENDED and entry.state not in ("COMPLETED", "FAILED"):

@@ -28,6 +28,7 @@ from training import preemption
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.environment import Environment, read_environment
 from training.errors import BUG, DONE, HARDWARE, KINDS, kind_of_code
+from training.preemption import RestartRefused, excuse_attempt, register_attempt
 from training.status import (
     FAILED,
     FINISHED,
@@ -42,7 +43,6 @@ from training.status import (
     read_status,
     write_status,
 )
-from training.stopping import RestartRefused, excuse_attempt, register_attempt
 
 _EARLY = {128 + signal.SIGHUP, 128 + signal.SIGUSR1, 128 + signal.SIGUSR2, 128 + signal.SIGTERM}
 

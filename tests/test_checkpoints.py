@@ -19,7 +19,7 @@ from helpers.tiny_runs import flags, make_inputs, training_lines
 
 import train_single_gpu
 import training.checkpoint
-import training.saving
+import training.resume
 from report.metrics import load_metrics
 from training import errors
 from training.checkpoint import SaveError, find_newest, locate, prune, set_aside, write_checkpoint
@@ -194,7 +194,7 @@ def test_checkpoints_have_the_rights_that_the_umask_gives(tmp_path):
 @pytest.fixture
 def refused(monkeypatch) -> Callable[[Callable[[Path], bool]], list[Path]]:
     """Have the disk refuse files of checkpoints; returns those that it has refused."""
-    monkeypatch.setattr(training.saving, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(training.resume, "_PAUSE_SECONDS", 0.0)
     original, found = training.checkpoint._seal, []
 
     def arrange(refuses: Callable[[Path], bool]) -> list[Path]:

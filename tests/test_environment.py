@@ -21,8 +21,8 @@ from training.environment import (
     read_environment,
     tasks_per_node,
 )
-from training.preemption import StopSignals, TimeLimit, parse_time
-from training.stopping import RestartRefused, Stop, StopConditions, excuse_attempt, register_attempt
+from training.preemption import RestartRefused, StopSignals, TimeLimit, excuse_attempt, parse_time, register_attempt
+from training.stopping import Stop, StopConditions
 
 SLURM = {
     "SLURM_PROCID": "5",

@@ -32,9 +32,9 @@ from training.errors import (
     kind_of,
     kind_of_code,
 )
+from training.preemption import RestartRefused
 from training.sinks import Sink
 from training.status import RUNNING, read_status, record_failure, write_status
-from training.stopping import RestartRefused
 
 HERE = socket.gethostname()
 

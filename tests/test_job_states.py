@@ -56,6 +56,7 @@ def test_unreachable_controller_is_no_ended_job(fake_slurm, tmp_path, monkeypatc
         (("RUNNING", ""), RunOutcome("finished"), "running", ""),  # its other ranks may still be at work
         (("COMPLETING", ""), RunOutcome("running"), "running", ""),
         (("COMPLETING", ""), RunOutcome("requeued", "SIGTERM"), "requeued", "SIGTERM"),
+        (("COMPLETING", ""), RunOutcome("stopped", "SIGTERM"), "running", "SIGTERM"),  # perhaps cancelled
         (("COMPLETING", ""), RunOutcome("failed", "nan", "rank 1: nan"), "failed", "rank 1: nan"),
         (("COMPLETED", ""), RunOutcome("finished"), "finished", ""),
         (("COMPLETED", ""), RunOutcome(done=True), "finished", ""),  # there was nothing to do

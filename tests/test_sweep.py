@@ -177,6 +177,8 @@ def test_submission_without_submitit_or_slurm(tmp_path, monkeypatch, capsys):
     assert "pip install 'submitit>=1.5'" in capsys.readouterr().err
 
 
-def test_help_is_fast_and_imports_little():
-    code = "import sys; import slurm.launch; assert not {'torch', 'submitit', 'tokenizers'} & set(sys.modules)"
+@pytest.mark.parametrize("module", ["launch", "requeue"])
+def test_launch_and_requeue_import_little(module):
+    """Help is fast, and a job's requeue may run outside of the container that has torch."""
+    code = f"import sys; import slurm.{module}; assert not {{'torch', 'submitit', 'tokenizers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

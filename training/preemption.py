@@ -20,8 +20,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from types import FrameType
 
+from training.config import TrainingConfig
 from training.environment import Environment, expand_node_list
+from training.errors import GAVE_UP
+from training.status import Attempt, begin_attempt, end_attempt
 
+_LIMIT_SECONDS = 900.0  # before the time limit in which a signal may be SLURM's warning that it comes near (--signal)
 _QUERY_SECONDS = 15.0  # between queries once the limit is near: it may have been extended
 
 _REQUEUE_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -142,6 +146,40 @@ class TimeLimit:
             self._update()
             left = self.seconds_left
         return left is not None and left <= lead
+
+
+# Starts of a job
+
+
+class RestartRefused(RuntimeError):
+    """The job has been restarted too often, or without progress; the message says which."""
+
+    kind = GAVE_UP
+
+
+def register_attempt(config: TrainingConfig, environment: Environment, newest_step: int) -> Attempt:
+    """Register this start of the run. Raises RestartRefused where the job goes round in circles."""
+    attempt = begin_attempt(config.run_folder, environment, newest_step)
+    reason = None
+    if environment.restart_count > config.max_restarts:
+        reason = f"it has been restarted {environment.restart_count} times (--max_restarts {config.max_restarts})"
+    elif attempt.without_progress >= config.max_fruitless_starts:
+        reason = (
+            f"its last {attempt.without_progress} starts left no new checkpoint behind (the newest is of step "
+            f"{newest_step}); look for the cause in the log, allow more time or lower --save_every, and submit it anew "
+            f"(--max_fruitless_starts {config.max_fruitless_starts})"
+        )
+    if reason:
+        raise RestartRefused(f"job {environment.job_id} stops here: {reason}")
+    return attempt
+
+
+def excuse_attempt(config: TrainingConfig, environment: Environment) -> None:
+    """Note that a signal ends this start: that nothing was saved is no sign of a crash, unless its time was up."""
+    left = TimeLimit(environment).seconds_left
+    if left is None or left > _LIMIT_SECONDS:
+        with contextlib.suppress(OSError):
+            end_attempt(config.run_folder, environment)
 
 
 # SLURM's queue
