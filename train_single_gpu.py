@@ -56,7 +56,7 @@ def main(
         world = end.connects(connect(config))
         inputs = inputs.on_device(world.device)
         config = end.config = inputs.config
-        # Ranks that differ might wait for each other in vain.
+        # Ranks that differ could hang in a collective.
         check_same_run(inputs, world, pairs.content if pairs else "", plugins.content)
         split = choose_split(config, inputs.plan, world.size)
 

@@ -93,12 +93,12 @@ def rows_of(*batches: RowBatch) -> Counter:
     )
 
 
-def check_ranks(builder: BatchBuilder, step: StepPlan, whole: RowBatch, world_size: int, wish: str) -> None:
+def check_ranks(builder: BatchBuilder, step: StepPlan, whole: RowBatch, world_size: int, choice: str) -> None:
     """All ranks together have the rows of one."""
     plan = builder.plan
     constant = plan.hybrid_numerator_end in (None, plan.hybrid_numerator)
     try:
-        split = resolve_split(wish, world_size, plan.hybrid_numerator, plan.hybrid_denominator, constant)
+        split = resolve_split(choice, world_size, plan.hybrid_numerator, plan.hybrid_denominator, constant)
     except ValueError:
         return
     parts = [builder.step(step.step, rank, world_size, split, 4).batch for rank in range(world_size)]
@@ -136,8 +136,8 @@ def test_batches_are_the_plan_s_on_any_number_of_ranks(tmp_path_factory, case):
         assert masked == (step.ratio_carry + step.rows * step.ratio) // step.denominator
         check_masks(batch, step.mask_p, case.options)
         for world_size in (2, 3, 5):
-            for wish in ("rows", "ranks") if plan.smallest_batch >= world_size else ():
-                check_ranks(builder, step, batch, world_size, wish)
+            for choice in ("rows", "ranks") if plan.smallest_batch >= world_size else ():
+                check_ranks(builder, step, batch, world_size, choice)
 
 
 @fuzz

@@ -25,7 +25,7 @@ def folders(tmp_path_factory) -> dict[str, tuple[LTGBert, Path]]:
 
 @pytest.fixture(autouse=True)
 def _foreign_warnings():
-    """Deprecations inside transformers are not ours to mend."""
+    """Deprecations inside transformers are not ours to fix."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

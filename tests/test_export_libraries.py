@@ -22,7 +22,7 @@ def exported(tmp_path_factory) -> tuple[LTGBert, Path]:
 
 @pytest.fixture(autouse=True)
 def _foreign_warnings():
-    """Deprecations inside other libraries are not ours to mend."""
+    """Deprecations inside other libraries are not ours to fix."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -57,11 +57,11 @@ def global_fingerprint(builder, step, world_size, split, local_batch_size) -> tu
 
 @settings(max_examples=25)
 @given(st.integers(0, 11), st.integers(1, 6), st.integers(1, 40), st.sampled_from(["auto", "rows"]), st.booleans())
-def test_global_batch_is_the_same_on_any_hardware(corpus, step, world_size, local_batch_size, wish, even):
+def test_global_batch_is_the_same_on_any_hardware(corpus, step, world_size, local_batch_size, choice, even):
     builder = make_builder(corpus, even=even)
     expected, targets = global_fingerprint(builder, step, 1, "rows", 1000)
     found, found_targets = global_fingerprint(
-        builder, step, world_size, resolve_split(wish, world_size, 3, 4), local_batch_size
+        builder, step, world_size, resolve_split(choice, world_size, 3, 4), local_batch_size
     )
     assert found == expected
     np.testing.assert_array_equal(found_targets, targets)

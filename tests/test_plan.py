@@ -87,9 +87,9 @@ def test_streams_continue_without_gap_from_step_to_step(plan):
 
 @settings(max_examples=200)
 @given(plans(), st.integers(1, 16), st.sampled_from(["auto", "rows"]), st.data())
-def test_ranks_hold_every_row_once_and_differ_by_one_row(plan, world_size, wish, data):
+def test_ranks_hold_every_row_once_and_differ_by_one_row(plan, world_size, choice, data):
     constant = plan.hybrid_numerator_end in (None, plan.hybrid_numerator)
-    split = resolve_split(wish, world_size, plan.hybrid_numerator, plan.hybrid_denominator, constant)
+    split = resolve_split(choice, world_size, plan.hybrid_numerator, plan.hybrid_denominator, constant)
     batch = plan.step(data.draw(st.integers(0, plan.max_steps - 1)))
     held = {MASKED: [], CAUSAL: []}
     sizes = []
@@ -106,7 +106,7 @@ def test_ranks_hold_every_row_once_and_differ_by_one_row(plan, world_size, wish,
 
 
 @pytest.mark.parametrize(
-    ("wish", "world", "ratio", "result"),
+    ("choice", "world", "ratio", "result"),
     [
         ("auto", 16, (15, 16), "ranks"),
         ("auto", 8, (15, 16), "rows"),
@@ -117,8 +117,8 @@ def test_ranks_hold_every_row_once_and_differ_by_one_row(plan, world_size, wish,
         ("ranks", 4, (3, 4), "ranks"),
     ],
 )
-def test_resolve_split(wish, world, ratio, result):
-    assert resolve_split(wish, world, *ratio) == result
+def test_resolve_split(choice, world, ratio, result):
+    assert resolve_split(choice, world, *ratio) == result
 
 
 def test_impossible_split_says_why():

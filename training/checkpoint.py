@@ -79,8 +79,8 @@ def write_checkpoint(
 ) -> Path:
     """Write `parent/step_XXXXXXXX` and return it; an older folder of the same step is replaced at the end.
 
-    tensors: for each safetensors file its named tensors. record: facts for checkpoint.json. files: small files by name.
-    Raises SaveError where the disk is full or not writable; nothing that existed before is touched then.
+    tensors: for each safetensors file its named tensors. record: further entries of checkpoint.json. files: small files
+    by name. Raises SaveError where the disk is full or not writable; nothing that existed before is touched then.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -138,13 +138,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"checkpoint {path} is damaged: {RECORD} cannot be read ({error})") from error
-    for name, facts in files.items():
+    for name, entry in files.items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"checkpoint {path} is damaged: {name} is missing")
-        if file.stat().st_size != facts["bytes"]:
+        if file.stat().st_size != entry["bytes"]:
             raise CheckpointError(
-                f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
+                f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes instead of {entry['bytes']}"
             )
     with ThreadPoolExecutor(_THREADS) as pool:
         for name, found in zip(files, pool.map(sha256_file, [path / name for name in files]), strict=True):
@@ -214,9 +214,9 @@ def prune(parents: Iterable[Path], step: int, keep_last: int, keep_steps: tuple[
     """
     regular = [p for p in list_checkpoints(*parents) if step_of(p) <= step and step_of(p) not in keep_steps]
     for path in regular[keep_last:] if keep_last else []:
-        doomed = path.with_name(f".gone_{path.name}")  # renamed first: a half-deleted folder must not look like one
-        os.rename(path, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        removed = path.with_name(f".gone_{path.name}")  # renamed first: a half-deleted folder must not look like one
+        os.rename(path, removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def clean(parent: Path) -> None:

@@ -3,7 +3,7 @@
 A micro-step is more than a thousand kernels, many of them shorter than the time the host needs to launch them. A graph
 launches all of them at once. What changes from one replay to the next lies in tensors that are copied into the graph's
 own: tokens, keys, weights of targets. What decides the kernels is the key by which graphs are kept: the shape of the
-batch, whether masks are drawn, and the places for targets in the head. Of each there are a few sizes: a batch that has
+batch, whether masks are drawn, and the slots for targets in the head. Of each there are a few sizes: a batch that has
 fewer rows is filled up with padding, which has no targets, so that a growing batch meets a new shape now and then only.
 """
 
@@ -30,7 +30,7 @@ from training.config import TrainingConfig
 from training.gradients import GradientBuckets
 from training.loss import hybrid_loss
 
-_SIZES = 64  # of the head's places for targets, between none and all positions
+_SIZES = 64  # of the head's slots for targets, between none and all positions
 _ROW_SIZES = 32  # of a batch, between a power of two and the next: on average 1 % of rows are padding
 _GRAPHS = 16  # kept; the one unused for longest goes first
 
@@ -95,7 +95,7 @@ class ForwardBackward:
         mixed_precision: bool,
         captures: bool,
     ) -> None:
-        """captures: with CUDA graphs; `gradients` must then stay in their places."""
+        """captures: with CUDA graphs; `gradients` must then keep their addresses."""
         self._model, self._gradients, self._options, self._z_loss_weight = model, gradients, options, z_loss_weight
         self._device, self.mixed_precision, self.captures = device, mixed_precision, captures
         self.sums = torch.zeros(len(OBJECTIVE_NAMES), 4, dtype=torch.float64, device=device)
@@ -151,7 +151,7 @@ class ForwardBackward:
                 self._graphs[key] = self._try_capture(key := self._key(batch), batch)
 
     def _key(self, batch: RowBatch) -> tuple:
-        """What decides the kernels of a batch: its graph's row length, inputs, number of rows, places for targets."""
+        """What decides the kernels of a batch: its graph's row length, inputs, number of rows, slots for targets."""
         kind = (batch.tokens.shape[1], batch.origins is None, batch.has_masks)
         rows = choose_rows(len(batch), {rows for *other, rows, _ in self._graphs if tuple(other) == kind})
         known = [slots for *other, slots in self._graphs if tuple(other) == (*kind, rows)]
@@ -160,7 +160,7 @@ class ForwardBackward:
         return (*kind, rows, padded_targets(count, rows * (batch.tokens.shape[1] - 1), known))
 
     def _graph_of(self, batch: RowBatch) -> tuple[_Graph | None, int]:
-        """The CUDA graph that runs a batch, None where it runs kernel by kernel, and the head's places for targets."""
+        """The CUDA graph that runs a batch, None where it runs kernel by kernel, and the head's slots for targets."""
         key = self._key(batch)
         graph = self._graphs.get(key) or self._try_capture(key, batch)
         if graph is not None:

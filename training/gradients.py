@@ -57,7 +57,7 @@ class GradientBuckets:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """allreduce_dtype: in which sums are taken: "float32", or "bfloat16" for half the traffic and rounded sums.
-        stay: gradients stay in their places between steps on one rank, too, where graphs know them by their address.
+        stay: gradients keep their addresses between steps on one rank, too, by which CUDA graphs know them.
         """
         self._model, self._world = model, world
         self._buckets: list[_Bucket] = []

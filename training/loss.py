@@ -20,7 +20,7 @@ from ops.dropout import DropoutKeys
 from ops.rope import VarlenSizes
 
 _DROPOUT = 201  # purpose of a row's dropout key, among the purposes in data/masking.py
-_DOCUMENTS = 64  # steps in which places for documents grow
+_DOCUMENTS = 64  # room for documents grows in steps of so many
 
 # Columns of the sums that a micro-step returns, one line per objective.
 LOSS, SQUARED_LOG_Z, CORRECT, COUNT = range(4)
@@ -51,7 +51,7 @@ def loss_weights(rows: Sequence[int], targets: Sequence[int], token_weighted: bo
 
 
 def target_positions(labels: torch.Tensor, slots: int) -> torch.Tensor:
-    """Flat positions of labels that are not IGNORE_INDEX, in order, in `slots` places: int64 [slots].
+    """Flat positions of labels that are not IGNORE_INDEX, in order, in `slots` slots: int64 [slots].
 
     There must be enough slots; those left over hold positions without meaning. As the number is known on the host,
     this never makes the host wait for the device, unlike `nonzero`.
@@ -91,7 +91,7 @@ def varlen_sizes(batch: RowBatch) -> VarlenSizes:
 def score_targets(
     model: nn.Module, inputs: ModelInputs, slots: int, keys: DropoutKeys | None, sizes: VarlenSizes | None = None
 ):
-    """Scores of a micro-batch's targets in `slots` places, and their objectives: int64 [slots], -1 where unused."""
+    """Scores of a micro-batch's targets in `slots` slots, and their objectives: int64 [slots], -1 where unused."""
     positions = target_positions(inputs.labels, slots)
     logits = model(inputs.input_ids, inputs.document_ids, inputs.causal, positions, keys, sizes)
     labels = inputs.labels.flatten()[positions]
@@ -111,7 +111,7 @@ def hybrid_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, ModelInputs]:
     """A micro-batch's part of the global batch's loss, its `sums_by_objective`, and the inputs it was computed on.
 
-    per_target: LossWeights.per_target. slots: places for targets in the head, as many as there are if None.
+    per_target: LossWeights.per_target. slots: slots for targets in the head, as many as there are if None.
     Parts of all micro-batches and ranks add up to the loss of the global batch, and so do their gradients. A
     micro-batch without targets contributes zero.
     """

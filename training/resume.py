@@ -112,18 +112,18 @@ def find_resume_point(
     restarted: this very command has been started before, in SLURM's job `job_id` or by torchrun.
     Raises ConfigError or CheckpointError where the request and what is there do not fit together.
     """
-    config, places = inputs.config, folder.checkpoint_folders
+    config, parents = inputs.config, folder.checkpoint_folders
     if cleanup:
-        for place in places:
-            clean(place)
-    lost = [place for place in places[1:] if not place.is_dir()]
-    notes = [f"{place}, where --spare_checkpoint_dir let the run save, is not there" for place in lost]
+        for parent in parents:
+            clean(parent)
+    lost = [parent for parent in parents[1:] if not parent.is_dir()]
+    notes = [f"{parent}, where --spare_checkpoint_dir let the run save, is not there" for parent in lost]
     source = config.checkpoint_filename or config.resume
     earlier = folder.read_config() if folder.used else None
     began, again = _granted(config, earlier, job_id if restarted else "")
     if restarted and source == "never":
         source = "auto"
-    elif (began or again) and list_checkpoints(*places):
+    elif (began or again) and list_checkpoints(*parents):
         notes.append(f"{folder.path} has begun from --resume {source!r}: it resumes from its own newest checkpoint")
         source = "auto"
     if source == "never":
@@ -133,7 +133,7 @@ def find_resume_point(
             )
         return None, []
     if source == "auto":
-        same_run, (checkpoint, problems) = True, find_newest(*places)
+        same_run, (checkpoint, problems) = True, find_newest(*parents)
         if checkpoint is None and problems:
             raise ConfigError(f"--resume auto: no checkpoint in {folder.path} is whole: {'; '.join(problems)}")
         notes += problems
@@ -153,8 +153,8 @@ def find_resume_point(
         notes += [later.note for name, later in lacked.items() if getattr(config, name) == later.before]
     if checkpoint is not None:
         changed += _check_fit(checkpoint, inputs, same_run)
-        for place in places:
-            notes += set_aside(place, checkpoint.step, (folder.metrics, folder.samples), rename=cleanup)
+        for parent in parents:
+            notes += set_aside(parent, checkpoint.step, (folder.metrics, folder.samples), rename=cleanup)
     return checkpoint, notes + [f"branching off with a change: {change}" for change in changed]
 
 
@@ -299,11 +299,11 @@ class Saver:
     ):
         self._folder, self._inputs, self._log, self._say = folder, inputs, log, log.say
         self._conditions, self._status = conditions, status
-        self._places = checkpoint_folders(folder.path)
-        self.newest = next(iter(list_checkpoints(*self._places)), None)
+        self._parents = checkpoint_folders(folder.path)
+        self.newest = next(iter(list_checkpoints(*self._parents)), None)
         self._tries = [folder.checkpoints, folder.checkpoints]
         if inputs.config.spare_checkpoint_dir:
-            self._tries.append(self._places[-1])
+            self._tries.append(self._parents[-1])
         self._failed = 0  # saves in a row
 
     def save(self, state: TrainState, last: bool) -> bool:
@@ -328,11 +328,11 @@ class Saver:
         last: there will be no later one. Raises SaveError.
         """
         step, config, problems = state.step, self._inputs.config, []
-        for place in self._tries:
+        for parent in self._tries:
             try:
-                if place == self._folder.checkpoints:
+                if parent == self._folder.checkpoints:
                     self._folder.check()
-                self.newest = write_checkpoint(place, step, _tensors(state), self._record(step), self._files())
+                self.newest = write_checkpoint(parent, step, _tensors(state), self._record(step), self._files())
             except SaveError as error:
                 problems.append(str(error))
                 if len(problems) == 1:
@@ -349,7 +349,7 @@ class Saver:
             row = f"{self._failed} of --max_failed_saves {limit} in a row"
             self._say(f"note: {failures}; the run continues without this save ({row})")
             return None
-        newest = next(iter(list_checkpoints(*self._places)), None)
+        newest = next(iter(list_checkpoints(*self._parents)), None)
         kept = f"; {newest} is intact" if newest else ""
         raise SaveError(f"{failures}{kept}. Check space, rights, mounts or give --spare_checkpoint_dir, then resume")
 
@@ -374,6 +374,6 @@ class Saver:
         """Superfluous checkpoints go; one that cannot be deleted is no failed save."""
         config = self._inputs.config
         try:
-            prune(self._places, step, config.keep_last, config.save_steps)
+            prune(self._parents, step, config.keep_last, config.save_steps)
         except OSError as error:
             self._say(f"note: --keep_last {config.keep_last}: an old checkpoint could not be deleted: {error}")

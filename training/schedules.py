@@ -2,7 +2,7 @@
 
 import math
 
-_FLOOR = 0.1  # the cosine ends, and the cool-down starts, at this share of the peak
+_FLOOR = 0.1  # the cosine ends, and the cool-down starts, at this fraction of the peak
 
 
 def learning_rate(

@@ -276,10 +276,9 @@ class RunEnd:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> bool:
-        if error is not None and not isinstance(error, Exception | KeyboardInterrupt):
-            return False
+        ours = isinstance(error, Exception | KeyboardInterrupt)  # SystemExit, of a parser, has said what it had to
         try:
-            if error is not None:
+            if error is not None and ours:
                 self.code = self._failed(error)  # before anything is closed: a thread or an upload may take long
             elif self._comes_back():
                 self.log.preempting()
@@ -293,7 +292,7 @@ class RunEnd:
                 if self._own_signals:
                     self.signals.__exit__(None, None, None)
                 self.world.close()
-        return True
+        return ours
 
     def _comes_back(self) -> bool:
         """Whether SLURM is to start the stopped run again."""
