@@ -20,6 +20,8 @@ from data.wording import count
 from preprocessing.cli import CommandError
 from preprocessing.inputs import InputFile
 
+# llm.c and modded-nanogpt begin a nanoGPT stream with 256 int32: this number, the version, the number of tokens.
+_LLM_C_MAGIC, _LLM_C_HEADER = 20240520, 1024
 FORMATS = ("megatron", "nanogpt", "npy", "datasets")
 _BY_SUFFIX = {".npy": "npy", ".arrow": "datasets", ".parquet": "datasets"}
 _BLOCK_TOKENS = 1 << 19  # the first piece of a long document decodes to all the characters that decide its split
@@ -86,7 +88,16 @@ def _ended_blocks(
 def _nanogpt(path: Path, end: int) -> TokenFile:
     if path.stat().st_size % 2:
         raise CommandError(f"--input {path} has an odd number of bytes, so it is no stream of uint16; copy it again")
-    return TokenFile(path, "token", partial(_flat_blocks, np.memmap(path, "<u2", "r"), end))
+    tokens = np.memmap(path, "<u2", "r")
+    header = np.fromfile(path, "<i4", _LLM_C_HEADER // 4)
+    if len(header) and header[0] == _LLM_C_MAGIC:
+        tokens = tokens[_LLM_C_HEADER // 2 :]
+        if len(header) < _LLM_C_HEADER // 4 or header[1] != 1 or header[2] != len(tokens):
+            raise CommandError(
+                f"--input {path} has llm.c's header, but not of version 1 with the {len(tokens):,} uint16 tokens that "
+                "follow it"
+            )
+    return TokenFile(path, "token", partial(_flat_blocks, tokens, end))
 
 
 def _npy(path: Path, end: int | None) -> TokenFile:

@@ -301,6 +301,20 @@ def test_rows_without_ids_are_empty_documents(tokenizer_path, tmp_path, capsys, 
     assert "dropped: 1 empty document\n" in capsys.readouterr().out
 
 
+def test_header_of_llm_c_is_no_text(tokenizer_path, tmp_path, capsys):
+    """llm.c's files are nanoGPT's behind a header; one that does not fit what follows is refused."""
+    tokens = np.array([20, 21, 2, 22, 2], "<u2")
+    flags = ["--tokenizer_path", tokenizer_path, "--document_end", "</s>"]
+    for name, told in (("good", 5), ("cut", 6)):
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, told
+        (tmp_path / f"{name}.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    run("--input", tmp_path / "good.bin", "--output", tmp_path / "out", *flags)
+    assert stored(tmp_path / "out") == [[20, 21], [22]]
+    words = refusal(capsys, run, "--input", tmp_path / "cut.bin", "--output", tmp_path / "none", *flags)
+    assert "llm.c's header, but not of version 1 with the 5 uint16 tokens" in words
+
+
 def test_folder_of_splits_is_refused(tokenizer_path, tmp_path, capsys, ids):
     write_as("saved", tmp_path, ids)
     flags = ["--input", tmp_path, "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
