@@ -1,10 +1,13 @@
 """Tokenizer: how a new one is put together, how a file is loaded, and encoding many documents fast.
 
-Byte-level BPE without any normalisation: every text that UTF-8 can express comes back exactly from its ids.
+BPE, WordPiece or Unigram over the bytes of a text: without normalisation, every text that UTF-8 can express comes back
+exactly from its ids, and with it the normalised text does. All three have the 256 bytes as entries, so no text is
+unknown; WordPiece marks a continued word by a character that no byte is written with, so that it can be taken off.
 
 The pre-tokeniser cuts text before BPE may merge anything. It follows GPT-2's in that a space belongs to the word after
 it, with changes that matter for vocabularies of 8-16 k:
-- digits stand alone, so that no entries are spent on frequent numbers and arithmetic sees places;
+- digits stand alone (unless they are to be kept together), so that no entries are spent on frequent numbers and
+  arithmetic sees places;
 - a run of line breaks is a piece of its own whatever spaces surround it, so that indentation makes no new tokens;
 - combining marks stay in their word (GPT-2 tears Devanagari or a decomposed "é" apart);
 - English clitics ('s, n't's 't, 're, ...) are cut off in either case and with either apostrophe, but only at a word's
@@ -18,17 +21,20 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from data.shards import ShardError, tokenizer_hash
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>", "<mask>", *(f"<special_{number}>" for number in range(11)))
 ALPHABET = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))  # one character for each of the 256 bytes
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + len(ALPHABET)
+CONTINUED = "\u2581"  # before what continues a word, in WordPiece; no byte is written with it
 
 _SPLIT = (
     r"['’](?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])(?![\p{L}\p{M}])"
@@ -50,20 +56,64 @@ _STRETCH = re.compile(
     r"|\s+"
 )
 
+_WORDPIECE_CHARACTERS = 32  # WordPiece takes time by the cube of a piece's length
+_KEPT_DIGITS = (r"| ?\p{N}" "|", r"| ?\p{N}+" "|")  # of _SPLIT: a digit a piece, all digits in a row
+
 _CACHED_STRETCHES = 1 << 17  # about 30 MB
 _CACHED_CHARACTERS = 48
 _BATCH_CHARACTERS = 1 << 18  # text given to the library at once: its encodings take some 30 bytes a character
 _PIECE_CHARACTERS = 1 << 20  # longer documents are encoded in pieces
 
 
-def new_tokenizer() -> Tokenizer:
-    """An untrained tokenizer of the form described above."""
-    tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+@dataclass(frozen=True)
+class TokenizerForm:
+    """All of a tokenizer that is not learnt; tokenizer.json holds it as its model, normalizer and pre_tokenizer."""
+
+    kind: str = "bpe"  # "bpe", "wordpiece" or "unigram"
+    normalization: str = "none"  # "none", "nfc" or "nfkc"
+    lowercase: bool = False
+    digits: str = "split"  # "split": each a piece; "keep": a number is one piece
+
+    @property
+    def byte_entries(self) -> int:
+        """Entries for single bytes: WordPiece has each twice, as a word begins and as it continues."""
+        return len(ALPHABET) * (2 if self.kind == "wordpiece" else 1)
+
+    @property
+    def smallest_vocabulary(self) -> int:
+        return len(SPECIAL_TOKENS) + self.byte_entries
+
+
+DEFAULT_FORM = TokenizerForm()
+
+
+def new_tokenizer(form: TokenizerForm = DEFAULT_FORM) -> Tokenizer:
+    """An untrained tokenizer of the form described above; its model, empty, is BPE unless it is Unigram."""
+    tokenizer = Tokenizer(models.Unigram() if form.kind == "unigram" else models.BPE())
+    pattern = _SPLIT if form.digits == "split" else _SPLIT.replace(*_KEPT_DIGITS)
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated")]
+    if form.kind == "wordpiece":
+        steps.append(pre_tokenizers.Split(Regex(rf"[\s\S]{{1,{_WORDPIECE_CHARACTERS}}}"), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
+    if form.kind == "wordpiece":
+        tokenizer.decoder = decoders.Sequence([decoders.Replace(CONTINUED, ""), decoders.ByteLevel()])
+    unicode_form: dict[str, list[Any]] = {"none": [], "nfc": [normalizers.NFC()], "nfkc": [normalizers.NFKC()]}
+    changes = unicode_form[form.normalization] + [normalizers.Lowercase()] * form.lowercase
+    if changes:
+        tokenizer.normalizer = normalizers.Sequence(changes)
     return tokenizer
+
+
+def wordpiece_model(vocabulary: dict[str, int]) -> models.WordPiece:
+    """WordPiece that takes every piece the pre-tokeniser makes, at most 4 bytes a character."""
+    return models.WordPiece(
+        vocabulary,
+        unk_token=SPECIAL_TOKENS[0],
+        max_input_chars_per_word=4 * _WORDPIECE_CHARACTERS,
+        continuing_subword_prefix=CONTINUED,
+    )
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -162,10 +212,11 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 def _cuts_at_spaces(tokenizer: Tokenizer) -> bool:
     """Whether the ids of a text are those of its stretches: a known pre-tokeniser, and nothing that sees the whole."""
     content = json.loads(tokenizer.to_str())
-    ours = json.loads(new_tokenizer().to_str())["pre_tokenizer"]
+    forms = [TokenizerForm(kind, digits=digits) for kind in ("bpe", "wordpiece") for digits in ("split", "keep")]
+    ours = [json.loads(new_tokenizer(form).to_str())["pre_tokenizer"] for form in forms]  # Unigram's is that of BPE
     gpt2 = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     found = content["pre_tokenizer"] or {}
-    known = found == ours or {key: found.get(key) for key in gpt2} == gpt2
+    known = found in ours or {key: found.get(key) for key in gpt2} == gpt2
     plain = content["normalizer"] is None and not content["model"].get("dropout")
     return known and plain and all(token["special"] for token in content["added_tokens"])
 
