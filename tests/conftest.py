@@ -32,6 +32,8 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # A shell's background jobs ignore Ctrl-C, and so do the programs they start: those that tests start shall not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup's, which is inherited likewise
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Continuous integration sets it: there, a SLURM that cannot be started is a failure.
 REQUIRE_SLURM = os.environ.get("REQUIRE_SLURM") == "1"
 SHARED_FILES = ("test_slurm_ranks.py", "test_slurm_restarts.py")  # whose tests use the same jobs on SLURM
