@@ -270,7 +270,8 @@ class ShardWriter:
         if len(self._digest) != 32:
             raise ShardError(f"'{tokenizer_hash}' is not a tokenizer hash; use data.shards.tokenizer_hash(path)")
         self._partial = self.path.with_name(self.path.name + PARTIAL_SUFFIX)
-        self._tokens_file = open(self._partial, "wb", buffering=_BLOCK_BYTES)  # noqa: SIM115 (closed by finish or discard)
+        self._tokens_file = open(self._partial, "wb", buffering=_BLOCK_BYTES)  # noqa: SIM115 - finish or discard closes it
+        # Closed like the other.
         self._offsets_file = tempfile.TemporaryFile(dir=self.path.parent, buffering=_BLOCK_BYTES)  # noqa: SIM115
         self._tokens_file.write(bytes(_HEADER_BYTES))
 

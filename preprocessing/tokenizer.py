@@ -238,6 +238,7 @@ def cut_place(piece: str | bytes) -> int:
     torn apart; else at the end, in UTF-8 before a character that may be incomplete."""
     half = len(piece) // 2
     for separator in ("\n", " "):
+        # Of the kind that the piece is, which the type checker cannot follow.
         mark = separator if isinstance(piece, str) else separator.encode()
         cut = piece.rfind(mark, half)  # type: ignore[arg-type]
         while cut > 0 and piece[cut - 1 : cut].isspace():

@@ -43,7 +43,7 @@ class PlainBlock(nn.Module):
 class PlainEncoder(PretrainingModel):
     """A pre-norm transformer with learned positions and a head of its own."""
 
-    roles = {"words": "embedding", "blocks": "layers"}  # noqa: RUF012
+    roles = {"words": "embedding", "blocks": "layers"}  # noqa: RUF012 - as the protocol has it
 
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
         super().__init__(config, generator)
@@ -169,7 +169,7 @@ def test_missing_methods_are_named():
             return input_ids
 
     with pytest.raises(TypeError, match=r"flops_per_token.*predict"):
-        Half(ModelConfig(16, 32, 2, 2, 60))  # type: ignore[abstract]
+        Half(ModelConfig(16, 32, 2, 2, 60))  # type: ignore[abstract]  # what is refused
 
 
 def test_unknown_model_type_names_the_choices():
