@@ -178,3 +178,45 @@ def test_no_step_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refer
     assert len(training_lines(tmp_path / "run")) == 24
     assert compiled[0] > 0
     assert counters["stats"]["unique_graphs"] == compiled[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("mixed_precision", [True, False])
+def test_capture_that_meets_a_recompilation_is_repeated_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixed_precision: bool
+):
+    """All that is compiled is thrown away before the third capture: its step runs kernel by kernel, others replay."""
+    import torch._dynamo
+
+    captures: list[bool] = []
+    capture = ForwardBackward._capture
+
+    def forgetful(self: ForwardBackward, *arguments) -> object:
+        if len(captures) == 2:
+            torch._dynamo.reset()
+        captures.append(False)
+        graph = capture(self, *arguments)
+        captures[-1] = True
+        return graph
+
+    inputs = make_inputs(tmp_path / "inputs", hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    options = {
+        "device": "cuda",
+        "learning_rate": 1e-3,
+        "local_batch_size": 24,
+        "max_steps": 24,
+        "valid_path": "",
+        "compile": True,
+        "mixed_precision": mixed_precision,
+    }
+    losses = []
+    for name, reference, method in (("eager", "graphs", capture), ("forgetful", "", forgetful)):
+        torch._dynamo.reset()
+        monkeypatch.setenv("HYBRID_REFERENCE", reference)
+        monkeypatch.setattr(ForwardBackward, "_capture", method)
+        assert train_single_gpu.main(flags(inputs, tmp_path, name, **options), single_world) == 0
+        losses.append([line["train/loss"] for line in training_lines(tmp_path / name)])
+    assert captures[:3] == [True, True, False]
+    assert captures[-1]
+    assert losses[1] == pytest.approx(losses[0], rel=4e-3 if mixed_precision else 1e-4)

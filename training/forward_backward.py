@@ -33,6 +33,7 @@ from training.loss import hybrid_loss
 _SIZES = 64  # of the head's slots for targets, between none and all positions
 _ROW_SIZES = 32  # of a batch, between a power of two and the next: on average 1 % of rows are padding
 _GRAPHS = 16  # kept; the one unused for longest goes first
+_FAILED_CAPTURES = 4  # in a run, then no more are tried
 
 
 def graph_obstacle(config: TrainingConfig, model: ModelConfig, device: torch.device) -> str:
@@ -103,6 +104,7 @@ class ForwardBackward:
         self._step_key = torch.zeros((), dtype=torch.int64, device=device)
         self._graphs: dict[tuple, _Graph | None] = {}
         self._compiled: set[int] = set()  # row lengths for which all is compiled, so that they can be captured at once
+        self._failed_captures = 0
         self._pool: Any = None  # memory that all graphs share, and the stream on which they are captured
         self._stream: torch.cuda.Stream | None = None
 
@@ -174,7 +176,8 @@ class ForwardBackward:
         """The graph of `key`, or None where the batch is to run kernel by kernel.
 
         That is so once for each key of a row length that `warm_up` has not seen (compilers and libraries do what cannot
-        be captured), or where a capture has failed (nothing of it has run); the second failure ends captures for good.
+        be captured), or where a capture has failed (nothing of it has run), for instance since something would have had
+        to be compiled, which the step that now runs kernel by kernel does. After a few failures captures end for good.
         """
         first = key not in self._graphs
         self._graphs.setdefault(key, None)
@@ -183,7 +186,8 @@ class ForwardBackward:
         try:
             return self._capture(batch, *key[-2:])
         except RuntimeError as problem:
-            if not first:
+            self._failed_captures += 1
+            if self._failed_captures >= _FAILED_CAPTURES:
                 reason = str(problem).splitlines()[0]
                 warnings.warn(f"micro-steps run without CUDA graphs, slower for short rows: {reason}", stacklevel=2)
                 self.captures = False
@@ -202,7 +206,8 @@ class ForwardBackward:
     def _capture(self, batch: RowBatch, rows: int, slots: int) -> _Graph:
         own = dataclasses.replace(batch, **{name: _room(getattr(batch, name), rows) for name in TENSORS})
         graph = torch.cuda.CUDAGraph()
-        with self._capturing(graph):
+        # A compiler times and loads kernels, which invalidates a capture and leaves the allocator in it.
+        with self._capturing(graph), torch.compiler.set_stance("fail_on_recompile"):
             loss, _ = self._forward(own, slots)
             with self._gradients.marked() as marks:
                 loss.backward()
