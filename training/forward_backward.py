@@ -33,7 +33,6 @@ from training.loss import hybrid_loss
 _SIZES = 64  # of the head's slots for targets, between none and all positions
 _ROW_SIZES = 32  # of a batch, between a power of two and the next: on average 1 % of rows are padding
 _GRAPHS = 16  # kept; the one unused for longest goes first
-_FAILED_CAPTURES = 4  # in a run, then no more are tried
 
 
 def graph_obstacle(config: TrainingConfig, model: ModelConfig, device: torch.device) -> str:
@@ -102,9 +101,8 @@ class ForwardBackward:
         self.sums = torch.zeros(len(OBJECTIVE_NAMES), 4, dtype=torch.float64, device=device)
         self._weights = torch.zeros(len(OBJECTIVE_NAMES), device=device)
         self._step_key = torch.zeros((), dtype=torch.int64, device=device)
-        self._graphs: dict[tuple, _Graph | None] = {}
-        self._compiled: set[int] = set()  # row lengths for which all is compiled, so that they can be captured at once
-        self._failed_captures = 0
+        self._graphs: dict[tuple, _Graph] = {}
+        self._compiled: set[int] = set()  # row lengths for which all should be compiled, so that they can be captured
         self._pool: Any = None  # memory that all graphs share, and the stream on which they are captured
         self._stream: torch.cuda.Stream | None = None
 
@@ -150,7 +148,7 @@ class ForwardBackward:
         self._compiled.update(batch.tokens.shape[1] for batch in largest)
         for batch in sorted(largest, key=lambda batch: batch.tokens.numel(), reverse=True):
             if batch.targets.any():
-                self._graphs[key] = self._try_capture(key := self._key(batch), batch)
+                self._graph_of(batch)
 
     def _key(self, batch: RowBatch) -> tuple:
         """What decides the kernels of a batch: its graph's row length, inputs, number of rows, slots for targets."""
@@ -164,35 +162,37 @@ class ForwardBackward:
     def _graph_of(self, batch: RowBatch) -> tuple[_Graph | None, int]:
         """The CUDA graph that runs a batch, None where it runs kernel by kernel, and the head's slots for targets."""
         key = self._key(batch)
-        graph = self._graphs.get(key) or self._try_capture(key, batch)
+        graph = self._graphs.pop(key, None) or self._try_capture(key, batch)
         if graph is not None:
-            del self._graphs[key]
             self._graphs[key] = graph  # now the newest
             if len(self._graphs) > _GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
         return graph, min(key[-1], batch.tokens[:, 1:].numel())
 
     def _try_capture(self, key: tuple, batch: RowBatch) -> _Graph | None:
-        """The graph of `key`, or None where the batch is to run kernel by kernel.
+        """The graph of `key`; None where it cannot be captured, which ends captures for good.
 
-        That is so once for each key of a row length that `warm_up` has not seen (compilers and libraries do what cannot
-        be captured), or where a capture has failed (nothing of it has run), for instance since something would have had
-        to be compiled, which the step that now runs kernel by kernel does. After a few failures captures end for good.
+        Compilers and libraries do what cannot be captured. So where something may have to be compiled (a row length
+        that `warm_up` has not seen, or a first capture that has failed, of which nothing has run) the micro-batch runs
+        first as padding only, which adds zeros to gradients and sums.
         """
-        first = key not in self._graphs
-        self._graphs.setdefault(key, None)
-        if first and key[0] not in self._compiled:
-            return None
-        try:
-            return self._capture(batch, *key[-2:])
-        except RuntimeError as problem:
-            self._failed_captures += 1
-            if self._failed_captures >= _FAILED_CAPTURES:
-                reason = str(problem).splitlines()[0]
-                warnings.warn(f"micro-steps run without CUDA graphs, slower for short rows: {reason}", stacklevel=2)
-                self.captures = False
-                self._graphs.clear()
-            return None
+        *_, rows, slots = key
+        own = dataclasses.replace(batch, **{name: _room(getattr(batch, name), rows) for name in TENSORS})
+        own.tokens.fill_(PADDING)
+        problem = None
+        for _ in range(2):
+            if problem or key[0] not in self._compiled:
+                self._forward(own, slots)[0].backward()
+                self._compiled.add(key[0])
+            try:
+                return self._capture(own, slots)
+            except RuntimeError as error:
+                problem = error
+        reason = str(problem).splitlines()[0]
+        warnings.warn(f"micro-steps run without CUDA graphs, slower for short rows: {reason}", stacklevel=2)
+        self.captures = False
+        self._graphs.clear()
+        return None
 
     def _forward(self, batch: RowBatch, slots: int | None) -> tuple[torch.Tensor, ModelInputs]:
         per_target = self._weights.unbind()
@@ -203,8 +203,7 @@ class ForwardBackward:
         self.sums += part
         return loss, inputs
 
-    def _capture(self, batch: RowBatch, rows: int, slots: int) -> _Graph:
-        own = dataclasses.replace(batch, **{name: _room(getattr(batch, name), rows) for name in TENSORS})
+    def _capture(self, own: RowBatch, slots: int) -> _Graph:
         graph = torch.cuda.CUDAGraph()
         # A compiler times and loads kernels, which invalidates a capture and leaves the allocator in it.
         with self._capturing(graph), torch.compiler.set_stance("fail_on_recompile"):
