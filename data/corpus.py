@@ -12,7 +12,8 @@ import json
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from fractions import Fraction
+from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Event
 
@@ -21,6 +22,7 @@ import numpy as np
 from data.atomic_io import allow_open_files
 from data.counter_rng import Permutation, fold
 from data.mix import CorpusError, Source, read_mix
+from data.positions import Exposure
 from data.shard_paths import find_shards
 from data.shards import Shard, ShardError, open_shard
 
@@ -76,12 +78,14 @@ class Corpus:
         self.sources: list[Source] = []
         first = 0
         for part, repeat in parts:
-            shards = [open_shard(file, tokenizer_hash, sha256, scattered=True) for file, sha256 in find_shards(part)]
+            found = find_shards(part)
+            shards = [open_shard(file, tokenizer_hash, sha, scattered=True, words=words) for file, sha, words in found]
             count = sum(shard.num_documents for shard in shards)
             if not any(shard.num_tokens for shard in shards):
                 what = "tokens, its documents are empty" if count else "documents"
                 raise CorpusError(f"{part}: holds no {what}; check the input of preprocessing/tokenize_corpus.py")
-            self.sources.append(Source(part, repeat, first, count))
+            known = all(shard.words for shard in shards if shard.num_tokens)
+            self.sources.append(Source(part, repeat, first, count, words=known * sum(shard.words for shard in shards)))
             self.shards += shards
             first += count
         if not any(source.uses_before(1) for source in self.sources):  # an epoch of less than half a document
@@ -98,10 +102,9 @@ class Corpus:
                 f"{path}: its shards were made with {len(hashes)} different tokenizers; tokenise them again"
             )
         self.num_documents = first
-        self._shard_documents = np.cumsum(
-            [0] + [shard.num_documents for shard in self.shards]
-        )  # first document of each
-        self._shard_tokens = np.cumsum([0] + [shard.num_tokens for shard in self.shards])  # first token of each
+        # First document, and first token, of each shard.
+        self._shard_documents = np.cumsum([0, *(shard.num_documents for shard in self.shards)])
+        self._shard_tokens = np.cumsum([0, *(shard.num_tokens for shard in self.shards)])
         self.num_tokens = int(self._shard_tokens[-1])
         ends = [source.first_document + source.num_documents for source in self.sources]
         self._source_tokens = np.diff([self._tokens_before(end) for end in (0, *ends)]).tolist()
@@ -117,6 +120,16 @@ class Corpus:
     def sampled(self) -> bool:
         """Whether a source is used a fractional number of times per epoch."""
         return any(source.sampled for source in self.sources)
+
+    @cached_property
+    def exposure(self) -> Exposure:
+        """How tokens of its streams are counted in epochs and words; sources count as often as they are repeated."""
+        words = tokens = Fraction(0)
+        for source, stored in zip(self.sources, self._source_tokens, strict=True):
+            words += Fraction(repr(source.repeat)) * source.words
+            tokens += Fraction(repr(source.repeat)) * (stored + source.num_documents * self.specials_per_document)
+        unknown = next((source.path for source in self.sources if not source.words), "")
+        return Exposure(self.tokens_before_epoch(1), None if unknown else words / tokens, unknown)
 
     @property
     def _order(self) -> str:

@@ -19,6 +19,7 @@ class Source:
 
     first_document: index of the source's first document in the corpus.
     num_documents: documents in the source.
+    words: in these documents; 0 where a manifest does not say.
 
     The source is walked through again and again, and an epoch goes on where the one before it stopped: with a fraction,
     too, all documents are used equally often over time. `sampled` sources are walked through in a keyed order, so that
@@ -30,6 +31,7 @@ class Source:
     first_document: int
     num_documents: int
     rounded_up: bool = False
+    words: int = 0
 
     @cached_property
     def _per_epoch(self) -> Fraction:

@@ -6,11 +6,8 @@ or causal by the hybrid ratio. Each objective reads its own token stream to the 
 schedules tell which rows a step holds (rows are used in a shuffled order, data/row_shuffle.py): seeking is free and
 there is no loader state.
 
-Schedules follow the published GPT-BERT training (arXiv 2410.24159; tests/golden/schedule.npz pins them), with
-x = step / max_steps:
-  row length       seq_length * f with f = 1, 2, 4: doubled where (step + 1) / max_steps reaches a milestone (0.7, 0.9)
-  rows             int(g / reduction * (1 - x) + g * x + 0.5) with g = global_batch_size / f
-  mask probability linear from mask_p_start to mask_p_end
+Rows and row lengths are those of data/batch_schedule.py; the mask probability is linear from mask_p_start to mask_p_end
+over the run, as published (GPT-BERT, arXiv 2410.24159).
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from data.batch_schedule import BatchSchedule
 from data.counter_rng import fold, fold_numpy
 from data.objectives import OBJECTIVES, row_fractions
 
@@ -29,20 +27,6 @@ from data.objectives import OBJECTIVES, row_fractions
 _ORDER, _ROW, _STEP = 1, 2, 3
 
 _Rows = TypeVar("_Rows", int, np.ndarray)
-
-
-def rows_at(step: int, max_steps: int, global_batch_size: float, batch_reduction: float) -> int:
-    """Rows in the global batch at `step` (published batch-size schedule).
-
-    global_batch_size: rows at the end of the run, were they as long as those at `step`.
-    """
-    x = step / max_steps
-    return int(global_batch_size / batch_reduction * (1 - x) + global_batch_size * x + 0.5)
-
-
-def length_factor_at(step: int, max_steps: int, milestones: tuple[float, ...]) -> int:
-    """By how much rows are longer than seq_length at `step`: 1, 2, 4, ... (published sequence-length schedule)."""
-    return 2 ** sum((step + 1) / max_steps >= milestone for milestone in milestones)
 
 
 def mask_probability_at(step: int, max_steps: int, start: float, end: float) -> float:
@@ -131,32 +115,24 @@ class DataPlan:
     mask_p_end: float = 0.15
     milestones: tuple[float, ...] = (0.7, 0.9)
     seed: int = 42
-    _rows: np.ndarray = field(init=False, repr=False, compare=False)
-    _factors: np.ndarray = field(init=False, repr=False, compare=False)
+    schedule: BatchSchedule = field(init=False, repr=False, compare=False)
     _row_sums: np.ndarray = field(init=False, repr=False, compare=False)
     _ratio_sums: list[int] = field(init=False, repr=False, compare=False)
     _objective_rows: np.ndarray = field(init=False, repr=False, compare=False)
     _token_sums: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        steps = range(self.max_steps)
-        factors = [length_factor_at(step, self.max_steps, self.milestones) for step in steps]
-        rows = [
-            rows_at(step, self.max_steps, self.global_batch_size / factor, self.batch_reduction)
-            for step, factor in zip(steps, factors, strict=True)
-        ]
-        row_array = np.array(rows, dtype=np.int64)
-        row_sums = np.concatenate([[0], np.cumsum(row_array)])
+        sizes = (self.max_steps, self.seq_length, self.global_batch_size, self.batch_reduction, self.milestones)
+        schedule = BatchSchedule(*sizes)
+        row_sums = np.concatenate([[0], np.cumsum(schedule.rows)])
         left, taken = _set_aside(row_sums)
         left = np.diff(left)
         # Python integers: exact however long the run is.
         ratio_sums = [0, *accumulate(count * self._ratio(step) for step, count in enumerate(left.tolist()))]
         masked = np.diff(np.array([total // self._denominator for total in ratio_sums], dtype=np.int64))
-        factor_array = np.array(factors, dtype=np.int64)
         objective_rows = np.stack([masked, left - masked, *map(np.diff, taken)])
-        token_sums = np.cumsum(objective_rows * self.seq_length * factor_array, axis=1)
-        object.__setattr__(self, "_rows", row_array)
-        object.__setattr__(self, "_factors", factor_array)
+        token_sums = np.cumsum(objective_rows * self.seq_length * schedule.factors, axis=1)
+        object.__setattr__(self, "schedule", schedule)
         object.__setattr__(self, "_row_sums", row_sums)
         object.__setattr__(self, "_ratio_sums", ratio_sums)
         object.__setattr__(self, "_objective_rows", objective_rows)
@@ -183,8 +159,8 @@ class DataPlan:
             raise ValueError(f"step {step} lies outside the run's 0 .. {self.max_steps - 1}")
         return StepPlan(
             step=step,
-            seq_length=self.seq_length * length_factor_at(step, self.max_steps, self.milestones),
-            rows=int(self._rows[step]),
+            seq_length=self.seq_length * int(self.schedule.factors[step]),
+            rows=int(self.schedule.rows[step]),
             first_row=int(self._row_sums[step]),
             objective_rows=tuple(self._objective_rows[:, step].tolist()),
             position=tuple(self._token_sums[:, step].tolist()),
@@ -196,7 +172,7 @@ class DataPlan:
 
     def tokens_before(self, step: int) -> int:
         """Tokens in all global batches before `step` (0 .. max_steps), all objectives together."""
-        return int(self._token_sums[:, step].sum())
+        return self.schedule.tokens_before(step)
 
     def objective_tokens(self, objective: int) -> int:
         """Tokens that the whole run reads from an objective's stream."""
@@ -205,16 +181,16 @@ class DataPlan:
     @property
     def smallest_batch(self) -> int:
         """Rows in the smallest global batch of the run."""
-        return int(self._rows.min())
+        return int(self.schedule.rows.min())
 
     def largest_step(self, begin: int, end: int) -> int:
         """The step with most rows among `begin` .. `end` - 1."""
-        return begin + int(self._rows[begin:end].argmax())
+        return begin + int(self.schedule.rows[begin:end].argmax())
 
     @property
     def longest_row(self) -> int:
         """Largest row length of the run in tokens."""
-        return self.seq_length * length_factor_at(self.max_steps - 1, self.max_steps, self.milestones)
+        return self.seq_length * int(self.schedule.factors[-1])
 
     def stream_key(self, objective: int) -> int:
         """Key of the order of documents, and of rows, in an objective's stream."""
@@ -222,11 +198,11 @@ class DataPlan:
 
     def length_changes(self) -> list[int]:
         """Step 0, every step whose rows are longer than those of the step before, and max_steps."""
-        return [0, *(np.flatnonzero(np.diff(self._factors)) + 1).tolist(), self.max_steps]
+        return [0, *(np.flatnonzero(np.diff(self.schedule.factors)) + 1).tolist(), self.max_steps]
 
     def spans(self, objective: int) -> list[tuple[int, int, int]]:
         """First token, end and row length of each part of an objective's stream whose rows have one length."""
-        sums, lengths = self._token_sums[objective], self.seq_length * self._factors
+        sums, lengths = self._token_sums[objective], self.seq_length * self.schedule.factors
         return [(int(sums[a]), int(sums[b]), int(lengths[a])) for a, b in pairwise(self.length_changes())]
 
     def row_keys(self, objective: int, positions: np.ndarray) -> np.ndarray:

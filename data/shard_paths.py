@@ -7,15 +7,23 @@ import re
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.shards import JOURNAL_NAME, MANIFEST_NAME, REMAKE, SHARD_SUFFIX, ShardError, read_manifest
 
 _SPLITS = ("train", "validation")  # folders that --validation_fraction makes
 
 
-def find_shards(path: str | Path) -> list[tuple[Path, str | None]]:
-    """The shards that `path` names, in order, each with its SHA-256 by the manifest (None: a loose shard without one).
+class ListedShard(NamedTuple):
+    """A shard and what the manifest beside it says; of a loose shard nothing. words: 0 where not known."""
+
+    path: Path
+    sha256: str | None = None
+    words: int = 0
+
+
+def find_shards(path: str | Path) -> list[ListedShard]:
+    """The shards that `path` names, in order, each with what the manifest says of it.
 
     path: a shard folder (its manifest's list), one .shard file, or a glob of either (sorted). Raises ShardError if
     there is none, if a listed file is missing or has another size, for a shard that is not in the manifest beside it
@@ -24,20 +32,20 @@ def find_shards(path: str | Path) -> list[tuple[Path, str | None]]:
     if Path(path).is_dir():
         return _folder_shards(Path(path))
     if Path(path).is_file():
-        return [(Path(path), _listed_sha256(Path(path), _entries))]
+        return [_listed(Path(path), _entries)]
     if not re.search(r"[*?\[]", str(path)):
         raise ShardError(f"{path} does not exist; give a shard folder, a .shard file or a glob in quotes")
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
     entries = cache(_entries)
-    shards: list[tuple[Path, str | None]] = []
+    shards: list[ListedShard] = []
     for match in matches:
         if match.is_dir():
             shards += _folder_shards(match)
         elif match.suffix == SHARD_SUFFIX:
-            shards.append((match, _listed_sha256(match, entries)))
+            shards.append(_listed(match, entries))
     if not shards:
         raise ShardError(f"the glob {path} matches no shard; give a shard folder, a .shard file or another glob")
-    folders = {shard.parent for shard, _ in shards}
+    folders = {shard.path.parent for shard in shards}
     for folder in folders:  # a shard that was lost would not be missed otherwise
         for name, entry in (entries(folder) or {}).items():
             if fnmatch(name, Path(path).name):
@@ -51,7 +59,7 @@ def find_shards(path: str | Path) -> list[tuple[Path, str | None]]:
 
 def resolve_shards(path: str | Path) -> list[Path]:
     """The shard files that `path` names, in order. Raises as `find_shards`."""
-    return [shard for shard, _ in find_shards(path)]
+    return [shard.path for shard in find_shards(path)]
 
 
 def _entries(folder: Path) -> dict[str, dict[str, Any]] | None:
@@ -61,8 +69,8 @@ def _entries(folder: Path) -> dict[str, dict[str, Any]] | None:
     return {entry["file"]: entry for entry in read_manifest(folder)["shards"]}
 
 
-def _listed_sha256(path: Path, entries) -> str | None:
-    """SHA-256 of a shard named by itself, by the manifest beside it or beside what it links to; None without one."""
+def _listed(path: Path, entries) -> ListedShard:
+    """A shard named by itself, by the manifest beside it or beside what it links to."""
     real = path.resolve()
     for file in (path, real):
         listed = entries(file.parent)
@@ -73,19 +81,19 @@ def _listed_sha256(path: Path, entries) -> str | None:
                     "the shard to a folder of its own if it is to be used"
                 )
             _check_entry(file.parent, listed[file.name])
-            return listed[file.name]["sha256"]
+            return ListedShard(path, listed[file.name]["sha256"], listed[file.name]["words"])
     folder = real.parent.parent if real.parent.name in _SPLITS else real.parent
     for journal in {real.parent / JOURNAL_NAME, folder / JOURNAL_NAME}:
         if journal.exists():
             raise ShardError(f"{path} belongs to unfinished work, see {journal}; run the command that makes it again")
-    return None
+    return ListedShard(path)
 
 
-def _folder_shards(folder: Path) -> list[tuple[Path, str | None]]:
+def _folder_shards(folder: Path) -> list[ListedShard]:
     manifest = read_manifest(folder)
     if not manifest["shards"]:
         raise ShardError(f"{folder} holds no document, its {MANIFEST_NAME} lists no shard; give another folder")
-    return [(_check_entry(folder, entry), entry["sha256"]) for entry in manifest["shards"]]
+    return [ListedShard(_check_entry(folder, entry), entry["sha256"], entry["words"]) for entry in manifest["shards"]]
 
 
 def _check_entry(folder: Path, entry: dict[str, Any]) -> Path:

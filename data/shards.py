@@ -96,6 +96,7 @@ class Shard:
     vocab_size: int
     sha256: str | None = None  # as the manifest beside it says; None for a loose shard
     scattered: bool = False  # tokens are read at random: no readahead of what lies around them
+    words: int = 0  # as the manifest says; 0 where it is not known
 
     @cached_property
     def content_hash(self) -> str:
@@ -180,17 +181,18 @@ def open_shard(
     sha256: str | None = None,
     *,
     scattered: bool = False,
+    words: int = 0,
 ) -> Shard:
     """Opens a shard after checking magic, version, header checksum, dtype, exact file size, first and last offset and,
     where given, the tokenizer's hash. Costs three small reads. Raises ShardError in one sentence.
 
-    sha256, scattered: as in Shard; the sum is not checked."""
+    sha256, scattered, words: as in Shard; the sum is not checked."""
     path = Path(path)
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
             header = file.read(_HEADER_BYTES)
-            shard = replace(_parse_header(path, header, size), sha256=sha256, scattered=scattered)
+            shard = replace(_parse_header(path, header, size), sha256=sha256, scattered=scattered, words=words)
             start = _offsets_start(shard.num_tokens, shard.dtype)
             ends = [_read_uint64(file, start), _read_uint64(file, start + 8 * shard.num_documents)]
     except OSError as error:

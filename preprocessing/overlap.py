@@ -142,11 +142,11 @@ class EvaluationNgrams:
 def open_shards(path: str | Path, given: Path | None) -> tuple[list[Shard], Tokenizer]:
     """The shards that a path names, and their tokenizer: the one given, or the one beside the first shard."""
     found = find_shards(path)
-    tokenizer_path = given or found[0][0].parent / TOKENIZER_NAME
+    tokenizer_path = given or found[0].path.parent / TOKENIZER_NAME
     if not tokenizer_path.is_file():
         raise CommandError(f"{tokenizer_path} does not exist; give the tokenizer of {path} as --tokenizer_path")
     digest = tokenizer_hash(tokenizer_path)
-    return [open_shard(shard, digest, sha256) for shard, sha256 in found], load_tokenizer(tokenizer_path)
+    return [open_shard(shard.path, digest, shard.sha256) for shard in found], load_tokenizer(tokenizer_path)
 
 
 def decoded_documents(shard: Shard, tokenizer: Tokenizer) -> Iterator[str]:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.batch_schedule import length_factor_at, rows_at
 from data.objectives import CAUSAL, MASKED
-from data.plan import DataPlan, length_factor_at, resolve_split, rows_at, rows_of_rank
+from data.plan import DataPlan, resolve_split, rows_of_rank
 
 GOLDEN = Path(__file__).parent / "golden" / "schedule.npz"
 
