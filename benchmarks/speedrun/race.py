@@ -1,0 +1,204 @@
+r"""Race for the best small hybrid on 10 M words: trains recipes, evaluates what they made, and draws up the table.
+
+    python benchmarks/speedrun/race.py RECIPE... --corpus mix10M/*.train --dev mix10M_dev/*.dev --data race_data \
+        --pairs eval_public --seeds 42 43 44 --output race
+
+benchmarks/speedrun/README.md has the rules. Tokenizer and shards are made in --data where they are missing. Each recipe
+is trained with each seed, one process a GPU (--per_gpu for more), by train_single_gpu.py, and evaluated by
+evaluation/minimal_pairs.py, as a user would do; NAME_SEED.result.json in --output has what came out, and what has been
+done is not done again. The table is of all results there, against --baseline: mean, standard error, Welch's t-test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
+
+from benchmarks.timing import environment
+from data.cli import Parser
+from data.shards import read_manifest
+from training.metric_logger import read_metrics
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+_VOCABULARY = 8192
+_SETS = ("blimp_fast", "supplement_fast")
+_MODES = ("masked", "causal", "fused")
+COLUMNS = ("dev masked", "dev causal", *(f"{name} {mode}" for name in _SETS for mode in _MODES), "seconds")
+
+
+def _python(*arguments: object, log: Path | None = None, gpu: int | None = None) -> None:
+    """One of the project's commands, to the end. Raises SystemExit with the end of its output where it fails."""
+    device = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=_ROOT, env={**os.environ, **device}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    if log:
+        log.write_text(done.stdout)
+    if done.returncode:
+        raise SystemExit(f"error: {' '.join(map(str, arguments))}\n{done.stdout[-2000:]}")
+
+
+def prepare(folder: Path, corpus: Sequence[Path], dev: Sequence[Path]) -> None:
+    """Tokenizer and shards of the race, by the commands that the rules name."""
+    tokenizer, script = folder / "tokenizer.json", "preprocessing/tokenize_corpus.py"
+    folder.mkdir(parents=True, exist_ok=True)
+    _python("preprocessing/train_tokenizer.py", "--vocab_size", _VOCABULARY, "--output", tokenizer, "--input", *corpus)
+    for name, inputs in (("train", corpus), ("dev", dev)):
+        _python(script, "--tokenizer_path", tokenizer, "--output", folder / name, "--input", *inputs)
+        manifest = read_manifest(folder / name)
+        print(f"{name}: {manifest['num_words']:,} words, {manifest['num_tokens']:,} tokens")
+
+
+def _one(recipe: Path, seed: int, options: argparse.Namespace, gpu: int | None) -> dict[str, Any]:
+    """Train and evaluate; returns the result that NAME_SEED.result.json gets."""
+    name, output, data = f"{recipe.stem}_{seed}", options.output, options.data
+    run = output / name
+    began = time.monotonic()
+    _python(
+        "train_single_gpu.py", "--recipe", recipe, f"--train_path={data / 'train'}", "--resume=never",
+        f"--valid_path={data / 'dev'}", f"--tokenizer_path={data / 'tokenizer.json'}", f"--output_dir={output}",
+        f"--name={name}", f"--seed={seed}", "--validate_every=0", "--save_every=0", "--validation_samples=0",
+        "--wandb_mode=disabled", log=output / f"{name}.log", gpu=gpu,
+    )  # fmt: skip
+    seconds = time.monotonic() - began
+    scores = output / f"{name}.pairs.json"
+    pairs = [options.pairs / part for part in _SETS]
+    _python("evaluation/minimal_pairs.py", run, "--ema", "--data", *pairs, "--output", scores, gpu=gpu)
+    lines = read_metrics(run / "metrics.jsonl")
+    valid = next(line for line in reversed(lines) if "valid/ema_masked_loss" in line)
+    result = {
+        "recipe": recipe.stem,
+        "seed": seed,
+        "flags": json.loads(recipe.read_text(encoding="utf-8")),
+        "tokens": lines[-1]["stats/tokens"],
+        "seconds": seconds,
+        **{key: value for key, value in valid.items() if key.startswith("valid/")},
+        "pairs": json.loads(scores.read_text(encoding="utf-8")),
+        "environment": environment(),
+    }
+    (output / f"{name}.result.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def run_races(options: argparse.Namespace) -> None:
+    """All recipes with all seeds that have no result yet, as many at once as GPUs (times --per_gpu) take."""
+    import torch
+
+    options.output.mkdir(parents=True, exist_ok=True)
+    tasks = [(recipe, seed) for seed in options.seeds for recipe in options.recipes]
+    tasks = [(path, seed) for path, seed in tasks if not (options.output / f"{path.stem}_{seed}.result.json").exists()]
+    gpus: Queue[int | None] = Queue()
+    for gpu in [*range(torch.cuda.device_count())] * options.per_gpu or [None]:
+        gpus.put(gpu)
+
+    def one(recipe: Path, seed: int) -> None:
+        gpu = gpus.get()
+        try:
+            print(_row(f"{recipe.stem} {seed}", [_values(_one(recipe, seed, options, gpu))], None), flush=True)
+        except SystemExit as failure:
+            print(failure, flush=True)
+        finally:
+            gpus.put(gpu)
+
+    with ThreadPoolExecutor(gpus.qsize()) as pool:
+        for future in [pool.submit(one, *task) for task in tasks]:
+            future.result()
+
+
+def _values(result: dict[str, Any]) -> dict[str, float]:
+    values = {f"dev {name}": result[f"valid/ema_{name}_loss"] for name in ("masked", "causal")}
+    for name in _SETS:
+        for mode in _MODES:
+            values[f"{name} {mode}"] = 100 * result["pairs"]["sets"][name]["modes"][mode]["mean"]["accuracy"]
+    return {**values, "seconds": result["seconds"]}
+
+
+def welch(first: Sequence[float], second: Sequence[float]) -> float:
+    """Two-sided p-value that two samples (two values or more each) have one mean, their variances unequal."""
+    errors = [statistics.variance(values) / len(values) for values in (first, second)]
+    difference = abs(statistics.fmean(first) - statistics.fmean(second))
+    if not sum(errors):
+        return float(not difference)
+    t = difference / math.sqrt(sum(errors))
+    freedom = sum(errors) ** 2 / sum(e**2 / (len(v) - 1) for e, v in zip(errors, (first, second), strict=True))
+    # Student's density over 0 .. t by Simpson's rule, with x = sqrt(freedom) * tan(angle): cos(angle)^(freedom - 1).
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    end, pieces = math.atan(t / math.sqrt(freedom)), 1000
+    heights = [math.cos(end * i / pieces) ** (freedom - 1) for i in range(pieces + 1)]
+    weighted = sum(h * (1 if i in (0, pieces) else 4 if i % 2 else 2) for i, h in enumerate(heights))
+    return max(0.0, 1 - 2 * scale * weighted * end / pieces / 3)
+
+
+def _row(name: str, runs: list[dict[str, float]], baseline: list[dict[str, float]] | None) -> str:
+    cells = []
+    for column in COLUMNS:
+        values = [run[column] for run in runs]
+        digits = 3 if column.startswith("dev") else 1
+        cell = f"{statistics.fmean(values):.{digits}f}"
+        if len(values) > 1:
+            cell += f" ± {statistics.stdev(values) / math.sqrt(len(values)):.{digits}f}"
+            if baseline and len(baseline) > 1 and column != "seconds":
+                cell += f" (p {welch([run[column] for run in baseline], values):.2g})"
+        cells.append(cell)
+    return f"| {name} | {len(runs)} | " + " | ".join(cells) + " |"
+
+
+def table(results: Sequence[Path], baseline: str) -> str:
+    """The results' means over seeds, one line a recipe, with p-values against the recipe `baseline`."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for path in results:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        found.setdefault(result["recipe"], []).append(_values(result))
+    rows = [_row(name, runs, found.get(baseline) if name != baseline else None) for name, runs in found.items()]
+    header = "| recipe | runs | " + " | ".join(COLUMNS) + " |\n" + "| --- " * (len(COLUMNS) + 2) + "|"
+    return "\n".join([header, *rows])
+
+
+def main() -> int:
+    """Entry point."""
+    parser = Parser((__doc__ or "").split("\n")[0])
+    paths: dict[str, Any] = {"type": _absolute, "metavar": "PATH"}
+    parser.add_argument("recipes", nargs="*", type=_absolute, metavar="RECIPE", help="recipe file, as for --recipe")
+    parser.add_argument("--corpus", nargs="+", default=[], help="texts to train on, where --data is not there", **paths)
+    parser.add_argument("--dev", nargs="+", default=[], help="texts that are held out, likewise", **paths)
+    parser.add_argument("--data", help="folder of tokenizer and shards", **paths)
+    parser.add_argument("--pairs", help=f"folder that holds {' and '.join(_SETS)}", **paths)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42, 43, 44], metavar="SEED", help="default: 42 43 44")
+    parser.add_argument("--per_gpu", type=int, default=1, metavar="N", help="runs at once on a GPU (default: 1)")
+    parser.add_argument("--output", required=True, help="folder of run folders and results", **paths)
+    parser.add_argument("--baseline", default="lamb_1_1", metavar="NAME", help="recipe to compare with")
+    options = parser.parse_args()
+    if options.recipes:
+        if not (options.data and options.pairs):
+            parser.error("--data and --pairs are needed to run recipes")
+        if not (options.data / "dev").is_dir():
+            if not (options.corpus and options.dev):
+                parser.error(f"--data {options.data} is not there yet; --corpus and --dev say what to make it of")
+            prepare(options.data, options.corpus, options.dev)
+        run_races(options)
+    print(table(sorted(options.output.glob("*.result.json")), options.baseline))
+    return 0
+
+
+def _absolute(path: str) -> Path:
+    """The project's commands run in its root, wherever this one was called."""
+    return Path(path).resolve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The race's figures: means, their test, and a whole race in small."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.tiny_runs import ROOT
+
+from benchmarks.speedrun.race import COLUMNS, prepare, welch
+
+TEXT = "A pair of words can be told apart . \n" * 6
+
+
+def test_welch_p_values_are_those_of_students_distribution():
+    """Expected: scipy.stats.ttest_ind(..., equal_var=False), version 1.17."""
+    assert welch([1, 2, 3], [2, 3, 4.5]) == pytest.approx(0.28028685711650725, rel=1e-9)
+    assert welch([1, 2, 3, 4], [10, 11, 12, 13]) == pytest.approx(6.2801256e-05, rel=1e-6)
+    assert welch([1, 2], [1, 2]) == 1
+    assert welch([1, 1], [2, 2]) == 0
+
+
+def race(*arguments: object) -> str:
+    words = [sys.executable, "benchmarks/speedrun/race.py", *map(str, arguments)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_race_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("a.train", "b.dev"):
+        (tmp_path / name).write_text("\n\n".join(f"Document {name} {i} . {TEXT}" for i in range(40)))
+    data, output = tmp_path / "data", tmp_path / "runs"
+    prepare(data, [tmp_path / "a.train"], [tmp_path / "b.dev"])
+    words = ["--data", data, "--output", output]
+    words += ["--pairs", tmp_path, "--seeds", 1, 2]
+    vocabulary = len(json.loads((data / "tokenizer.json").read_text())["model"]["vocab"])
+    model = json.loads((ROOT / "configs/tiny.json").read_text()) | {"vocab_size": vocabulary}
+    (tmp_path / "model.json").write_text(json.dumps(model))
+    pair = {"sentence_good": "A pair of words .", "sentence_bad": "A words pair of ."}
+    for name in ("blimp_fast", "supplement_fast"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    flags = {
+        "config_file": str(tmp_path / "model.json"), "hybrid_numerator": 1, "hybrid_denominator": 2, "seq_length": 16,
+        "global_batch_size": 8, "batch_reduction": 1, "local_batch_size": 8, "max_steps": 3, "validation_steps": 1,
+    }  # fmt: skip
+    recipe = tmp_path / "slow.json"
+    recipe.write_text(json.dumps(flags | {"learning_rate": 1e-4}))
+    race(recipe, *words)
+    files = {path: path.stat().st_mtime_ns for path in output.glob("*.log")}
+    assert "slow" in race(recipe, *words)  # nothing is trained twice
+    assert files == {path: path.stat().st_mtime_ns for path in output.glob("*.log")}
+    for path in sorted(output.glob("*.result.json")):  # of a second recipe, a little better
+        result = json.loads(path.read_text())
+        better = {"recipe": "fast", "valid/ema_masked_loss": result["valid/ema_masked_loss"] - 0.1}
+        (output / f"fast_{path.name}").write_text(json.dumps(result | better))
+    table = race("--output", output, "--baseline", "slow").splitlines()
+    rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in (line.split("|") for line in table)}
+    assert rows["recipe"][1:] == list(COLUMNS)
+    assert rows["slow"][0] == rows["fast"][0] == "2"
+    assert "(p " in rows["fast"][1]
+    assert "(p " not in rows["slow"][1]
