@@ -6,10 +6,13 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from data.cli import Parser
 from data.shards import ShardError
+
+DEFAULT_SHARD_SIZE = 100_000_000
 
 
 class CommandError(ValueError):
@@ -69,6 +72,40 @@ def fraction(text: str) -> float:
     return value
 
 
+def _separator(text: str) -> str | None:
+    """An argparse type: Layout.separator."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give blank_line, file or a text")
+    return None if text == "blank_line" else text.replace(r"\n", "\n").replace(r"\t", "\t")
+
+
+def add_shard_flags(parser: Parser, tokenizer: str, validation: bool = True) -> None:
+    """The flags of all scripts that write a folder of shards. tokenizer: the help of --tokenizer_path."""
+    parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="shard folder to write")
+    parser.add_argument("--tokenizer_path", required=True, type=Path, metavar="FILE", help=tokenizer)
+    if validation:
+        parser.add_argument(
+            "--validation_fraction",
+            type=fraction,
+            default=0.0,
+            metavar="X",
+            help="fraction of documents (0 up to 1), chosen by the hash of their text, that go to FOLDER/validation, "
+            "the others to FOLDER/train; 0 writes everything to FOLDER itself",
+        )
+    parser.add_argument(
+        "--shard_size",
+        type=positive_int,
+        default=DEFAULT_SHARD_SIZE,
+        metavar="TOKENS",
+        help="tokens after which a shard file ends with its document",
+    )
+    add_overwrite_flag(parser, "what the output folder holds")
+
+
+def add_overwrite_flag(parser: Parser, what: str) -> None:
+    parser.add_argument("--overwrite", action="store_true", help=f"replace {what}")
+
+
 def add_input_flags(parser: Parser) -> None:
     """The flags that say what text to read, the same for all scripts that read text."""
     parser.add_argument(
@@ -78,7 +115,8 @@ def add_input_flags(parser: Parser) -> None:
         metavar="PATH",
         help="files, folders (searched to the bottom, links included) or globs in quotes: .txt (a blank line between "
         "documents), .jsonl, .ndjson or .json.gz (a JSON string or object a line), each also as .gz, .bz2, .xz or "
-        ".zst, and .parquet; named as files or by a glob, .train, .dev and .test are read as .txt, .json as .jsonl",
+        ".zst, .parquet and .arrow; named as files or by a glob, .train, .dev and .test are read as .txt, .json as "
+        ".jsonl",
     )
     parser.add_argument(
         "--other_files",
@@ -87,7 +125,18 @@ def add_input_flags(parser: Parser) -> None:
         "in folders they are named and not read)",
     )
     parser.add_argument(
-        "--text_field", default="text", metavar="NAME", help="field (.jsonl) or column (.parquet) that holds the text"
+        "--text_field",
+        default="text",
+        metavar="NAME",
+        help="field (.jsonl) or column (.parquet, .arrow) that holds the text; a.b.c reaches into nested ones, and of "
+        "a list of texts each is a line",
+    )
+    parser.add_argument(
+        "--document_separator",
+        type=_separator,
+        metavar="blank_line|file|TEXT",
+        help=r"what ends a document of text files: a blank line, the end of the file alone, or any text such as "
+        r"'<|endoftext|>' or '\n---\n' (\n: line break, \t: tab) (default: blank_line)",
     )
     parser.add_argument(
         "--skip_bad_lines",

@@ -35,7 +35,7 @@ from data.atomic_io import sync_folder, write_atomically
 from data.cli import Parser
 from data.shards import sha256_file, token_dtype, tokenizer_hash
 from data.wording import count
-from preprocessing.cli import CommandError, positive_int, run
+from preprocessing.cli import CommandError, add_shard_flags, run
 from preprocessing.inputs import InputFile
 from preprocessing.resumable_output import FolderPlan, OutputFolder
 from preprocessing.slices import EncodedChunk
@@ -322,14 +322,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "data", help="tokenised corpora to token shards", description="Import tokenised corpora."
     )
     data.add_argument("--input", nargs="+", required=True, type=Path, metavar="FILE", help="files of int16 tensors")
-    data.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="shard folder to write")
-    data.add_argument(
-        "--tokenizer_path", required=True, type=Path, metavar="FILE", help="tokenizer.json that made the files"
-    )
-    data.add_argument(
-        "--shard_size", type=positive_int, default=100_000_000, metavar="TOKENS", help="tokens after which a shard ends"
-    )
-    data.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
+    add_shard_flags(data, "tokenizer.json that made the files", validation=False)
     model = commands.add_parser("checkpoint", help="weights to our format", description="Import a checkpoint.")
     model.add_argument("--input", required=True, type=Path, metavar="FILE", help="state dict or whole training state")
     model.add_argument("--ema_input", type=Path, metavar="FILE", help="state dict of the averaged weights")

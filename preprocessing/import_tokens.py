@@ -27,7 +27,7 @@ from tqdm import tqdm
 from data.cli import Parser
 from data.shards import token_dtype, tokenizer_hash
 from data.wording import count
-from preprocessing.cli import CommandError, fraction, positive_int, run
+from preprocessing.cli import DEFAULT_SHARD_SIZE, CommandError, add_shard_flags, run
 from preprocessing.inputs import InputFile, check_unchanged
 from preprocessing.resumable_output import FolderPlan, OutputFolder, Totals
 from preprocessing.slices import EncodedChunk
@@ -136,7 +136,7 @@ def import_tokens(
     form: str = "auto",
     document_end: str | None = None,
     validation_fraction: float = 0.0,
-    shard_size: int = 100_000_000,
+    shard_size: int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
     progress: bool = False,
 ) -> Totals | None:
@@ -203,10 +203,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="PATH",
         help="files, folders of them, or the name that Megatron's .bin and .idx share",
     )
-    parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="shard folder to write")
-    parser.add_argument(
-        "--tokenizer_path", required=True, type=Path, metavar="FILE", help="tokenizer.json that made the files"
-    )
+    add_shard_flags(parser, "tokenizer.json that made the files")
     parser.add_argument(
         "--format",
         choices=("auto", *FORMATS),
@@ -218,18 +215,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="ID|TOKEN",
         help="what ends a document in a stream (nanogpt, 1-D npy), such as '</s>'; digits are an id",
     )
-    parser.add_argument(
-        "--validation_fraction",
-        type=fraction,
-        default=0.0,
-        metavar="X",
-        help="fraction of documents (0 up to 1), chosen by the hash of their text, that go to FOLDER/validation, the "
-        "others to FOLDER/train; 0 writes everything to FOLDER itself",
-    )
-    parser.add_argument(
-        "--shard_size", type=positive_int, default=100_000_000, metavar="TOKENS", help="tokens after which a shard ends"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
     return parser.parse_args(argv)
 
 

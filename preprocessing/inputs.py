@@ -12,13 +12,13 @@ from pathlib import Path
 from data.wording import count
 from preprocessing.cli import CommandError
 
-_KINDS = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_KINDS = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 # Read where a file or a glob names them. BabyLM's .train, .dev and .test: a folder of them would mix training and
 # held-out text. Plain .json: beside data it mostly describes the data. (Compressed, as C4's, it is the data.)
 _KINDS_IF_NAMED = {".train": "text", ".dev": "text", ".test": "text", ".json": "jsonl"}
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar", ".lz4", ".lzma", ".z")  # for other programs
-_READABLE = ".txt, .jsonl, .ndjson (each also .gz, .bz2, .xz, .zst), .json.gz (and so on) and .parquet"
+_READABLE = ".txt, .jsonl, .ndjson (each also .gz, .bz2, .xz, .zst), .json.gz (and so on), .parquet and .arrow"
 
 # What reads a file of a folder that is not read as it is
 _FLAG, _GLOB, _UNPACK = "--other_files text (or jsonl) reads", "a glob in quotes reads", "unpack"
@@ -36,7 +36,7 @@ class InputFile:
 
     path: Path
     name: str
-    kind: str  # "text", "jsonl" or "parquet"
+    kind: str  # "text", "jsonl", "parquet" or "arrow"
     compression: str  # "", ".gz", ".bz2", ".xz" or ".zst"
     size: int  # bytes on the disk
     modified: int  # nanoseconds since 1970
@@ -157,7 +157,7 @@ def _suffixes(path: Path) -> tuple[str, str]:
 
 def _is_archive(path: Path) -> bool:
     suffix, compression = _suffixes(path)
-    return suffix in _ARCHIVES or (suffix == ".parquet" and compression != "")
+    return suffix in _ARCHIVES or (suffix in (".parquet", ".arrow") and compression != "")
 
 
 def _kind(path: Path, other_files: str | None) -> str | None:
@@ -172,7 +172,7 @@ def _describe(path: Path, name: str, other_files: str | None) -> InputFile:
         remedy = "unpack it" if _is_archive(path) else f"{_FLAG} it"
         raise CorpusError(f"--input {path} has no known format ({_READABLE}); {remedy}")
     compression, status = _suffixes(path)[1], path.stat()
-    if not status.st_size and (compression or kind == "parquet"):
+    if not status.st_size and (compression or kind in ("parquet", "arrow")):
         raise CorpusError(f"--input {path} has 0 bytes, as after a download that failed; get it again or remove it")
     return InputFile(path, name, kind, compression, status.st_size, status.st_mtime_ns)
 

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
-from preprocessing.cli import CommandError, positive_int, run
+from preprocessing.cli import CommandError, add_overwrite_flag, positive_int, run
 
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_vendor", "vendor"}
 _LARGEST_SOURCE = 1 << 20  # bytes; beyond are generated tables
@@ -159,7 +159,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--max_words", type=positive_int, default=500_000, metavar="N", help="words after which to stop"
     )
     parser.add_argument("--min_words", type=positive_int, default=20, metavar="N", help="words a document must have")
-    parser.add_argument("--overwrite", action="store_true", help="replace a different file at --output")
+    add_overwrite_flag(parser, "a different file at --output")
     return parser.parse_args(argv)
 
 

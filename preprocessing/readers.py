@@ -6,6 +6,7 @@ in any process. What a chunk holds follows from the input alone.
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import importlib
 import io
@@ -16,16 +17,41 @@ from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from preprocessing.inputs import CorpusError, InputFile, check_unchanged
+from preprocessing.tables import open_table
 from preprocessing.tokenizer import cut_place
 
 CHUNK_BYTES = 1 << 20
 DOCUMENT_BYTES = 2 << 20  # a longer document of a text file is cut in pieces
+ROWS = 64  # of a table, read at once
 LINE_BYTES = 64 << 20  # a longer line of a JSONL file is malformed: nothing can parse half a line
 _COMPRESSED_BYTES = 1 << 9  # unpacked at once: of text that repeats itself this may be 12 MB
 _ZSTD_WINDOW = 1 << 31  # bytes: zstd --long=31, its largest; the library would stop at --long=27
 
 BLANK = " \t\r\x0b\x0c"  # what a blank line may hold
 _BLANK_LINES = re.compile(f"\n(?:[{BLANK}]*\n)+".encode())
+WHOLE_FILE = "file"  # a separator
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where in the input documents are."""
+
+    text_field: str = "text"  # dotted name, in JSON and tables
+    separator: str | None = None  # of text files: any string, WHOLE_FILE, or None for blank lines
+
+    @property
+    def pattern(self) -> re.Pattern[bytes] | None:
+        """What ends a document of a text file; None where only the end of the file does."""
+        if self.separator is None:
+            return _BLANK_LINES
+        if self.separator == WHOLE_FILE:
+            return None
+        return re.compile(re.escape(self.separator.encode()).replace(b"\\\n", b"\r?\n"))
+
+
+def layout_of(arguments: argparse.Namespace) -> Layout:
+    """What the flags of cli.add_input_flags say."""
+    return Layout(arguments.text_field, arguments.document_separator)
 
 
 @dataclass(frozen=True)
@@ -33,8 +59,8 @@ class Position:
     """A point between two chunks."""
 
     file: int = 0  # index of the file
-    offset: int = 0  # bytes into the decompressed file, or rows into a Parquet file
-    line: int = 1  # number of the line there (Parquet: row), from 1
+    offset: int = 0  # bytes into the decompressed file, or rows into a table
+    line: int = 1  # number of the line there (of a table: row), from 1
     inside: bool = False  # a document is cut here
 
 
@@ -45,7 +71,7 @@ class Chunk:
 
     path: str
     kind: str
-    line: int  # number of the first line (Parquet: row)
+    line: int  # number of the first line (of a table: row)
     payload: bytes | list[bytes | None]
     end: Position
     progress: int  # bytes of the file on the disk that lie before `end`
@@ -64,25 +90,28 @@ class Chunk:
 # --------------------------------------------------------------------------------------------------- reading chunks
 
 
-def read_chunks(files: Sequence[InputFile], text_field: str = "text", start: Position | None = None) -> Iterator[Chunk]:
+def read_chunks(
+    files: Sequence[InputFile], layout: Layout | None = None, start: Position | None = None
+) -> Iterator[Chunk]:
     """The input from `start` to its end. Raises CorpusError for a file that cannot be read, or that changes."""
-    start = start or Position()
+    layout, start = layout or Layout(), start or Position()
     for index in range(start.file, len(files)):
         check_unchanged(files[index])
-        for chunk in _file_chunks(files[index], text_field, start if index == start.file else Position(file=index)):
+        for chunk in _file_chunks(files[index], layout, start if index == start.file else Position(file=index)):
             check_unchanged(files[index])  # before anybody uses the chunk
             yield chunk
 
 
-def _file_chunks(file: InputFile, text_field: str, position: Position) -> Iterator[Chunk]:
-    if file.kind == "parquet":
-        yield from _parquet_chunks(file, text_field, position)
+def _file_chunks(file: InputFile, layout: Layout, position: Position) -> Iterator[Chunk]:
+    if file.kind in ("parquet", "arrow"):
+        yield from _table_chunks(file, layout, position)
         return
     with _opened(file) as (stream, on_disk):
         _skip(stream, file, position.offset)
         if position.offset == 0 and stream.peek(3)[:3] == b"\xef\xbb\xbf":  # a byte order mark is no text
             position = replace(position, offset=len(stream.read(3)))
-        chunks = _text_chunks(stream, position) if file.kind == "text" else _jsonl_chunks(stream, position)
+        is_text = file.kind == "text"
+        chunks = _text_chunks(stream, layout, position) if is_text else _jsonl_chunks(stream, position)
         for chunk in chunks:
             done = on_disk.tell() if file.compression else chunk.end.offset
             yield replace(chunk, path=str(file.path), progress=done)
@@ -175,19 +204,20 @@ def _fill(stream: BinaryIO, buffer: bytes, size: int) -> tuple[bytes, bool]:
     return buffer, len(buffer) < size
 
 
-def _text_chunks(stream: BinaryIO, position: Position) -> Iterator[Chunk]:
-    """Cuts after blank lines. A document is cut in pieces exactly if its first DOCUMENT_BYTES hold no blank line, and
-    where follows from its own text, so the pieces do not depend on what lies before the document. (Two MiB of nothing
-    but white space would hide the blank line in it.)"""
-    buffer, ended = b"", False
+def _text_chunks(stream: BinaryIO, layout: Layout, position: Position) -> Iterator[Chunk]:
+    """Cuts after separators. A document is cut in pieces exactly if its first DOCUMENT_BYTES hold none, and where
+    follows from its own text, so the pieces do not depend on what lies before the document. (Two MiB of nothing but
+    white space would hide the blank line in it.)"""
+    buffer, ended, pattern = b"", False, layout.pattern
+    overlap = 2 * len(layout.separator.encode()) if layout.separator and pattern else 0  # no cut inside a separator
     while True:
         buffer, ended = _fill(stream, buffer, CHUNK_BYTES)
-        end = _blank_lines_end(buffer, first=position.inside)
+        end = _separator_end(buffer, pattern, first=position.inside)
         if not end and not ended:
             buffer, ended = _fill(stream, buffer, DOCUMENT_BYTES)
-            end = _blank_lines_end(buffer, first=position.inside)
+            end = _separator_end(buffer, pattern, first=position.inside)
         closes = bool(end) or ended
-        end = end or (len(buffer) if ended else cut_place(buffer))
+        end = end or (len(buffer) if ended else cut_place(buffer[: max(1, len(buffer) - overlap)]))
         if not buffer:
             if position.inside:  # the file ended right at a cut
                 yield Chunk("", "text", position.line, b"", replace(position, inside=False), 0, opens=False)
@@ -198,13 +228,15 @@ def _text_chunks(stream: BinaryIO, position: Position) -> Iterator[Chunk]:
         position = after
 
 
-def _blank_lines_end(buffer: bytes, first: bool) -> int:
-    """End of the first or the last blank lines in the buffer; 0 if there are none."""
+def _separator_end(buffer: bytes, pattern: re.Pattern[bytes] | None, first: bool) -> int:
+    """End of the first or the last separator in the buffer; 0 if there is none."""
+    if pattern is None:
+        return 0
     if first:
-        match = _BLANK_LINES.search(buffer)
+        match = pattern.search(buffer)
         return match.end() if match else 0
     end = 0
-    for match in _BLANK_LINES.finditer(buffer, max(0, buffer.rfind(b"\n\n"))):
+    for match in pattern.finditer(buffer, max(0, buffer.rfind(b"\n\n")) if pattern is _BLANK_LINES else 0):
         end = match.end()
     return end
 
@@ -243,48 +275,19 @@ def _advanced(position: Position, payload: bytes, inside: bool = False) -> Posit
     return Position(position.file, position.offset + len(payload), position.line + lines, inside)
 
 
-def _parquet_chunks(file: InputFile, column: str, position: Position) -> Iterator[Chunk]:
+def _table_chunks(file: InputFile, layout: Layout, position: Position) -> Iterator[Chunk]:
     """Cuts after rows. Values travel as bytes: the parser says which row is not UTF-8."""
-    pyarrow = _needed(file, "pyarrow")
-    _needed(file, "pyarrow.parquet")
-    try:
-        with pyarrow.parquet.ParquetFile(file.path, buffer_size=CHUNK_BYTES) as table:
-            kinds = {field.name: field.type for field in table.schema_arrow}
-            textual = [name for name, kind in kinds.items() if _is_text(kind, pyarrow.types)]
-            if column not in textual:
-                found = f"holds {kinds[column]}, not text" if column in kinds else "is not there"
-                remedy = f"set --text_field to one of {', '.join(textual)}" if textual else "no other column holds text"
-                raise CorpusError(f"{file.path}: the column '{column}' {found}; {remedy}")
-            yield from _parquet_rows(file, table, column, position)
-    except pyarrow.ArrowException as error:
-        raise CorpusError(
-            f"{file.path} is damaged or not Parquet ({str(error).splitlines()[0]}); get it again"
-        ) from None
-
-
-def _is_text(kind: Any, types: Any) -> bool:
-    """Whether a column's values are strings, or bytes, which may be UTF-8."""
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
-    return any(getattr(types, f"is_{name}")(kind) for name in names)
-
-
-def _parquet_rows(file: InputFile, table: Any, column: str, position: Position) -> Iterator[Chunk]:
-    rows = table.metadata.num_rows
-    groups = [table.metadata.row_group(index).num_rows for index in range(table.metadata.num_row_groups)]
-    first, skip = 0, position.offset
-    while first < len(groups) and skip >= groups[first]:
-        skip -= groups[first]
-        first += 1
-    values: list[bytes | None] = []
-    for batch in table.iter_batches(batch_size=64, row_groups=range(first, len(groups)), columns=[column]):
-        column_values = batch.column(0)
-        if hasattr(column_values, "dictionary_decode"):
-            column_values = column_values.dictionary_decode()
-        values += column_values.cast("large_binary").to_pylist()[skip:]
-        skip = max(0, skip - batch.num_rows)
-        done = position.offset + len(values)
-        if done == rows or sum(len(value or b"") for value in values) >= CHUNK_BYTES:
+    with open_table(file.path, file.kind) as table:
+        table.check_text(layout.text_field)
+        values: list[bytes | None] = []
+        columns, done, size = [table.column_of(layout.text_field)], position.offset, 0
+        for batch, read in table.batches(columns, position.offset, ROWS):
+            values += table.texts(batch, layout.text_field)
+            done, size = done + batch.num_rows, size + sum(len(value or b"") for value in values[-batch.num_rows :])
+            if size >= CHUNK_BYTES:
+                after = Position(position.file, done, done + 1)
+                yield Chunk(str(file.path), file.kind, position.line, values, after, int(file.size * read))
+                position, values, size = after, [], 0
+        if values:
             after = Position(position.file, done, done + 1)
-            yield Chunk(str(file.path), "parquet", position.line, values, after, file.size * done // rows)
-            position, values = after, []
+            yield Chunk(str(file.path), file.kind, position.line, values, after, file.size)

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data.wording import count
 from preprocessing.cli import CommandError
 from preprocessing.inputs import InputFile
+from preprocessing.tables import open_table
 
 # llm.c and modded-nanogpt begin a nanoGPT stream with 256 int32: this number, the version, the number of tokens.
 _LLM_C_MAGIC, _LLM_C_HEADER = 20240520, 1024
@@ -171,79 +170,31 @@ def _megatron(path: Path) -> TokenFile:
     return TokenFile(path, "token", partial(_ended_blocks, np.memmap(path, dtype, "r"), boundaries - 1, ends_of))
 
 
-class _ArrowTable:
-    """A file of Arrow, as save_to_disk or datasets' cache has it, or of Parquet."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            import pyarrow
-            import pyarrow.compute
-            import pyarrow.ipc
-            import pyarrow.parquet
-        except ImportError:
-            raise CommandError(f"reading {path} needs a package that is not installed: pip install pyarrow") from None
-        self._pyarrow, self._path, self._is_parquet = pyarrow, path, path.suffix == ".parquet"
-
-    @contextmanager
-    def opened(self) -> Iterator[Any]:
-        """Raises CommandError where the file, or what is read of it meanwhile, is damaged."""
-        try:
-            if self._is_parquet:
-                yield self._pyarrow.parquet.ParquetFile(self._path)
-            else:
-                source = self._pyarrow.memory_map(str(self._path))
-                is_file = source.read(6) == b"ARROW1"  # else a stream, as save_to_disk writes
-                source.seek(0)
-                yield self._pyarrow.ipc.open_file(source) if is_file else self._pyarrow.ipc.open_stream(source)
-        except self._pyarrow.ArrowException as error:
-            reason = str(error).splitlines()[0]
-            raise CommandError(
-                f"--input {self._path} is damaged or of another format ({reason}); get it again"
-            ) from None
-
-    def check_column(self) -> None:
-        """Raises CommandError unless `input_ids` is a column of lists of integers."""
-        types = self._pyarrow.types
-        with self.opened() as table:
-            schema = table.schema_arrow if self._is_parquet else table.schema
-        kind = schema.field("input_ids").type if "input_ids" in schema.names else None
-        lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-        if kind is None or not any(is_list(kind) for is_list in lists) or not types.is_integer(kind.value_type):
-            raise CommandError(
-                f"--input {self._path} needs a column input_ids of lists of integers; it has "
-                + ", ".join(f"{field.name} ({field.type})" for field in schema)
-            )
-
-    def _batches(self, table: Any) -> Iterator[Any]:
-        if self._is_parquet:
-            yield from table.iter_batches(batch_size=_BLOCK_ROWS, columns=["input_ids"])
-        elif hasattr(table, "num_record_batches"):
-            yield from map(table.get_batch, range(table.num_record_batches))
-        else:
-            yield from table
-
-    def blocks(self, position: Mapping[str, int]) -> Iterator[Block]:
-        """A block is at most _BLOCK_ROWS rows."""
-        start, row = position.get("row", 0), 0
-        with self.opened() as table:
-            for batch in self._batches(table):
-                for first in range(min(max(start - row, 0), batch.num_rows), batch.num_rows, _BLOCK_ROWS):
-                    yield self._block(batch.column("input_ids").slice(first, _BLOCK_ROWS), row + first)
-                row += batch.num_rows
-
-    def _block(self, lists: Any, row: int) -> Block:
-        flat = lists.flatten()  # rows that are null hold nothing
-        lengths = self._pyarrow.compute.call_function("list_value_length", [lists]).fill_null(0)
-        if flat.null_count:
-            raise CommandError(f"--input {self._path}: from row {row:,} on, an id in input_ids is null")
-        ends = np.cumsum(lengths.to_numpy(zero_copy_only=False), dtype=np.int64)
-        return Block(flat.to_numpy(zero_copy_only=False), ends, {"row": row + len(lists)}, row)
-
-
 def _datasets(path: Path) -> TokenFile:
-    table = _ArrowTable(path)
-    table.check_column()
-    return TokenFile(path, "row", table.blocks)
+    """A file of Arrow, as save_to_disk or datasets' cache has it, or of Parquet: a document a row of `input_ids`."""
+    kind = "parquet" if path.suffix == ".parquet" else "arrow"
+    with open_table(path, kind) as table:
+        column = table.schema.field("input_ids").type if "input_ids" in table.schema.names else None
+        if column is None or not table.is_list(column) or not table.is_integer(column.value_type):
+            raise CommandError(
+                f"--input {path} needs a column input_ids of lists of integers; it has "
+                + ", ".join(f"{field.name} ({field.type})" for field in table.schema)
+            )
+    return TokenFile(path, "row", partial(_table_blocks, path, kind))
+
+
+def _table_blocks(path: Path, kind: str, position: Mapping[str, int]) -> Iterator[Block]:
+    row = position.get("row", 0)
+    with open_table(path, kind) as table:
+        for batch, _ in table.batches(["input_ids"], row, _BLOCK_ROWS):
+            lists = batch.column("input_ids")
+            flat = lists.flatten()  # rows that are null hold nothing
+            if flat.null_count:
+                raise CommandError(f"--input {path}: from row {row:,} on, an id in input_ids is null")
+            ends = np.cumsum(table.lengths(lists), dtype=np.int64)
+            after = {"row": row + len(lists)}
+            yield Block(flat.to_numpy(zero_copy_only=False), ends, after, row)
+            row = after["row"]
 
 
 # ----------------------------------------------------------------------------------------------------------- input

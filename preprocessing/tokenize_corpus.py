@@ -34,21 +34,21 @@ from data.cli import Parser
 from data.shards import tokenizer_hash
 from data.wording import count
 from preprocessing.cli import (
+    DEFAULT_SHARD_SIZE,
     CommandError,
     Terminated,
     add_input_flags,
-    fraction,
+    add_shard_flags,
     positive_int,
     run,
 )
 from preprocessing.inputs import CorpusError, InputFile, files_of_part, find_inputs
-from preprocessing.readers import Position, read_chunks
+from preprocessing.readers import Position, layout_of, read_chunks
 from preprocessing.resumable_output import FolderPlan, OutputFolder, number_of_parts
 from preprocessing.slices import EncodedChunk, SliceWriter
 from preprocessing.tokenize_pool import EncoderSettings, encode_in_order
 from preprocessing.tokenizer import load_tokenizer, vocabulary_size
 
-DEFAULT_SHARD_SIZE = 100_000_000
 _TOTALS = ("documents", "words", "tokens")
 
 
@@ -152,7 +152,7 @@ def _encode(
     start = Position(**slices.progress.position)
     before = [0, *accumulate(file.size for file in files)]  # bytes before each file
     scale = {"total": before[-1], "initial": before[start.file], "unit": "B", "unit_scale": True}
-    encoded_chunks = encode_in_order(read_chunks(files, settings.text_field, start), settings, workers)
+    encoded_chunks = encode_in_order(read_chunks(files, settings.layout, start), settings, workers)
     with closing(encoded_chunks), tqdm(**scale, desc="tokenizing", disable=not progress) as bar:
 
         def shown() -> Iterator[EncodedChunk]:
@@ -182,7 +182,8 @@ def _plan(files: Sequence[InputFile], output: Path, settings: EncoderSettings, s
         shard_size=shard_size,
         options={
             "script": "preprocessing/tokenize_corpus.py",
-            "text_field": settings.text_field,
+            "text_field": settings.layout.text_field,
+            "document_separator": settings.layout.separator,
             "other_files": settings.other_files,
             "validation_fraction": settings.validation_fraction,
             "shard_size": shard_size,
@@ -213,10 +214,7 @@ def print_summary(summary: Summary) -> None:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("Tokenise text into shards; run again after an interruption, it continues.")
     add_input_flags(parser)
-    parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="shard folder to write")
-    parser.add_argument(
-        "--tokenizer_path", required=True, type=Path, metavar="FILE", help="tokenizer.json, see train_tokenizer.py"
-    )
+    add_shard_flags(parser, "tokenizer.json, see train_tokenizer.py")
     parser.add_argument(
         "--workers",
         type=positive_int,
@@ -224,22 +222,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="processes that encode (some 90 MB each); the result is the same for any number",
     )
-    parser.add_argument(
-        "--validation_fraction",
-        type=fraction,
-        default=0.0,
-        metavar="X",
-        help="fraction of documents (0 up to 1), chosen by the hash of their text, that go to FOLDER/validation, the "
-        "others to FOLDER/train; 0 writes everything to FOLDER itself",
-    )
-    parser.add_argument(
-        "--shard_size",
-        type=positive_int,
-        default=DEFAULT_SHARD_SIZE,
-        metavar="TOKENS",
-        help="tokens after which a shard file ends with its document",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
     parser.add_argument(
         "--part",
         type=int,
@@ -287,7 +269,7 @@ def command(arguments: argparse.Namespace) -> int:
     files = find_inputs(arguments.input, arguments.other_files)
     settings = EncoderSettings(
         arguments.tokenizer_path,
-        arguments.text_field,
+        layout_of(arguments),
         arguments.skip_bad_lines,
         arguments.validation_fraction,
         arguments.other_files,

@@ -6,7 +6,7 @@ import hashlib
 import signal
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from data.shards import token_dtype
 from preprocessing.cli import CommandError
 from preprocessing.parsing import parse_chunk
-from preprocessing.readers import Chunk
+from preprocessing.readers import Chunk, Layout
 from preprocessing.slices import EncodedChunk
 from preprocessing.tokenizer import DocumentEncoder, load_tokenizer, special_ids, vocabulary_size
 
@@ -28,7 +28,7 @@ class EncoderSettings:
     """Everything that decides what ids a chunk becomes and which of its documents are validation."""
 
     tokenizer_path: Path
-    text_field: str = "text"
+    layout: Layout = field(default_factory=Layout)
     skip_bad_lines: bool = False
     validation_fraction: float = 0.0
     other_files: str | None = None  # what files with an unknown suffix are read as
@@ -47,7 +47,7 @@ class ChunkEncoder:
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         """Raises CorpusError for a malformed line, unless bad lines are to be skipped."""
-        found, bad = parse_chunk(chunk, self._settings.text_field, self._settings.skip_bad_lines)
+        found, bad = parse_chunk(chunk, self._settings.layout, self._settings.skip_bad_lines)
         is_piece = not (chunk.opens and chunk.closes)
         texts = found if is_piece else [text for text in found if text and not text.isspace()]
         tokens, lengths = self._encoder.encode(texts)

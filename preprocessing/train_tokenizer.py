@@ -32,10 +32,10 @@ from tqdm import tqdm
 from data.atomic_io import write_atomically
 from data.cli import Parser
 from data.wording import count
-from preprocessing.cli import CommandError, add_input_flags, positive_int, run
+from preprocessing.cli import CommandError, add_input_flags, add_overwrite_flag, positive_int, run
 from preprocessing.inputs import CorpusError, InputFile, find_inputs
 from preprocessing.parsing import parse_chunk
-from preprocessing.readers import read_chunks
+from preprocessing.readers import Layout, layout_of, read_chunks
 from preprocessing.tokenizer import (
     ALPHABET,
     CONTINUED,
@@ -98,15 +98,15 @@ class Sample:
 
 
 def read_documents(
-    files: Sequence[InputFile], text_field: str = "text", skip_bad_lines: bool = False, progress: str = ""
+    files: Sequence[InputFile], layout: Layout | None = None, skip_bad_lines: bool = False, progress: str = ""
 ) -> Iterator[str]:
     """The documents of a corpus one by one (very long ones in parts), with a progress bar if it gets a title.
 
     Raises CorpusError for what cannot be read, and for a malformed line unless told to skip."""
     before = [0, *accumulate(file.size for file in files)]  # bytes before each file
     with tqdm(total=before[-1], unit="B", unit_scale=True, desc=progress, disable=not progress) as bar:
-        for chunk in read_chunks(files, text_field):
-            yield from parse_chunk(chunk, text_field, skip_bad_lines)[0]
+        for chunk in read_chunks(files, layout):
+            yield from parse_chunk(chunk, layout, skip_bad_lines)[0]
             bar.update(before[chunk.end.file] + chunk.progress - bar.n)
 
 
@@ -239,7 +239,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="input, spread over all of it, to encode for the figures printed at the end",
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the figures of each --input as JSON")
-    parser.add_argument("--overwrite", action="store_true", help="replace a different tokenizer at --output")
+    add_overwrite_flag(parser, "a different tokenizer at --output")
     return parser.parse_args(argv)
 
 
@@ -319,7 +319,7 @@ def _check_arguments(arguments: argparse.Namespace, form: TokenizerForm) -> None
 def _train(arguments: argparse.Namespace, files: Sequence[InputFile], form: TokenizerForm) -> Tokenizer:
     """The tokenizer of all documents, or of the sample that --sample_bytes asks for."""
     show = sys.stderr.isatty()
-    reading = (files, arguments.text_field, arguments.skip_bad_lines)
+    reading = (files, layout_of(arguments), arguments.skip_bad_lines)
     no_text = CorpusError(f"--input holds no text in {count(len(files), 'file')}; check --input and --text_field")
     if form.kind == "unigram" and not any(read_documents(*reading)):  # it cannot be trained on nothing
         raise no_text
@@ -353,7 +353,7 @@ def _reports(arguments: argparse.Namespace, files: Sequence[InputFile], tokenize
             paths = {file.path for file in find_inputs([source], arguments.other_files)}
         mine = [file for file in files if file.path in paths]
         progress = f"encoding {source}" if sys.stderr.isatty() else ""
-        texts = read_documents(mine, arguments.text_field, arguments.skip_bad_lines, progress)
+        texts = read_documents(mine, layout_of(arguments), arguments.skip_bad_lines, progress)
         reports.append(report(tokenizer, texts, every, str(source)))
     return reports
 

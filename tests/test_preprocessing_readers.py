@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from preprocessing import readers
 from preprocessing.inputs import CorpusError, InputFile, find_inputs
 from preprocessing.parsing import parse_chunk
-from preprocessing.readers import Position, read_chunks
+from preprocessing.readers import Layout, Position, read_chunks
 
 COMPRESSORS = {
     ".gz": gzip.compress,
@@ -35,11 +35,13 @@ COMPRESSORS = {
 DOCUMENTS = ["One line.", "Two\nlines — é 🙂", "  indented\n\ttab ", "x" * 300, "</s><mask>"]
 
 
-def documents_of(files: Sequence[InputFile], start: Position | None = None, **options) -> list[str]:
+def documents_of(
+    files: Sequence[InputFile], start: Position | None = None, skip_bad_lines: bool = False, **layout
+) -> list[str]:
     """All documents, parts joined."""
     found: list[str] = []
-    for chunk in read_chunks(files, options.get("text_field", "text"), start):
-        texts, _ = parse_chunk(chunk, **options)
+    for chunk in read_chunks(files, Layout(**layout), start):
+        texts, _ = parse_chunk(chunk, Layout(**layout), skip_bad_lines)
         if chunk.opens:
             found += texts
         else:
@@ -126,9 +128,9 @@ def test_links_to_folders_are_followed(tmp_path, capsys):
         (["none"], "--input none does not exist"),
         (["*.txt"], "matches no file"),
         (["folder"], "1 file is not read: --other_files text (or jsonl) reads 1 .md (such as folder/x.md)"),
-        (["folder/x.md"], ".parquet); --other_files text (or jsonl) reads it"),
-        (["x.parquet.gz"], ".parquet); unpack it"),
-        (["x.zip"], ".parquet); unpack it"),
+        (["folder/x.md"], ".parquet and .arrow); --other_files text (or jsonl) reads it"),
+        (["x.parquet.gz"], ".arrow); unpack it"),
+        (["x.zip"], ".arrow); unpack it"),
         (["empty.txt.gz"], "--input empty.txt.gz has 0 bytes, as after a download that failed; get it again"),
         (["empty.parquet"], "--input empty.parquet has 0 bytes"),
         (["one.jsonl", "*.jsonl"], "names one.jsonl twice"),
@@ -208,7 +210,8 @@ def test_all_formats_give_the_same_documents(tmp_path):
     [
         ("x.jsonl", b'"a"\n\n{"text": "b"\n"c"', r"line 3: not valid JSON \("),
         ("x.jsonl", b'"a"\n{"body": "b"}\n"c"', r"line 2: the object has no field 'text' \(--text_field\)"),
-        ("x.jsonl", b'"a"\n{"text": ["b"]}\n"c"', "line 2: the text is list, not a string"),
+        ("x.jsonl", b'"a"\n["b"]\n"c"', "line 2: the text is list, not a string"),
+        ("x.jsonl", b'"a"\n{"text": ["b", 1]}\n"c"', "line 2: an item of the text is int, not a string"),
         ("x.jsonl", b'"a"\n{"text": null}\n"c"', "line 2: the text is NoneType, not a string"),
         ("x.jsonl", b'"a"\n7\n"c"', "line 2: the text is int, not a string"),
         ("x.jsonl", b'"a"\n"\xff"\n"c"', "line 2: byte 2 is not valid UTF-8"),
@@ -337,17 +340,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, 
             read_on.extend(chunks)
         assert not any(chunk.path == str(path) for chunk in read_on)
         write(path)
-
-
-def test_parquet_columns(tmp_path):
-    write_parquet(tmp_path / "x.parquet", ["a"], column="body")
-    with pytest.raises(CorpusError, match=r"the column 'text' is not there; set --text_field to one of body$"):
-        read(tmp_path / "x.parquet")
-    with pytest.raises(CorpusError, match=r"column 'number' holds int64, not text; set --text_field to one of body$"):
-        read(tmp_path / "x.parquet", text_field="number")
-    pyarrow.parquet.write_table(pyarrow.table({"c": [{"text": "a"}]}), tmp_path / "x.parquet")
-    with pytest.raises(CorpusError, match=r"'c' holds struct<text: string>, not text; no other column holds text$"):
-        read(tmp_path / "x.parquet", text_field="c")
 
 
 @pytest.mark.parametrize(("name", "package"), [("x.txt.zst", "zstandard"), ("x.parquet", "pyarrow")])

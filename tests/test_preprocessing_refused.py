@@ -45,6 +45,7 @@ def test_overwrite_is_needed_for_other_content(flags, tokenizer_path, tmp_path, 
         (["--shard_size", 1000], "differs in --shard_size"),
         (["--validation_fraction", "0.5"], "differs in --validation_fraction"),
         (["--text_field", "body"], "differs in --text_field"),
+        (["--document_separator", "file"], "differs in --document_separator"),
         (["--tokenizer_path", other], "differs in --tokenizer_path"),
         (["--input", flags[1] / "a.txt"], "differs in --input;"),
     )
@@ -237,6 +238,7 @@ def test_bad_flags(capsys):
         (["--validation_fraction", "half"], "--validation_fraction: 'half' is not a number"),
         (["--workers", "0"], "--workers: must be at least 1, not 0"),
         (["--shard_size", "many"], "--shard_size: 'many' is not a whole number"),
+        (["--document_separator", ""], "--document_separator: is empty; give blank_line, file or a text"),
     ):
         with pytest.raises(SystemExit) as stop:
             tokenize_corpus.main([*needed, *change])

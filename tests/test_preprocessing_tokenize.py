@@ -228,3 +228,20 @@ def test_memory_does_not_grow_with_the_input(tokenizer_path, tmp_path):
     for small, large in peaks.values():
         assert large < small + 9_000  # KiB
         assert large < 300_000
+
+
+def test_document_separator(tokenizer_path, tmp_path):
+    """A file that is one document comes in pieces where it is long; the manifest says what ends a document."""
+    texts = make_texts(60)
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        (tmp_path / "in" / f"{number}.txt").write_text("\n\n".join(texts[20 * number : 20 * number + 20]))
+    flags = ["--input", tmp_path / "in", "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
+    assert run(*flags, "--document_separator", "file") == 0
+    assert decoded(tmp_path / "out") == ["\n\n".join(texts[20 * number : 20 * number + 20]) for number in range(3)]
+    assert read_manifest(tmp_path / "out")["created_by"]["document_separator"] == "file"
+    (tmp_path / "in" / "0.txt").write_text("\n---\n".join(texts))
+    flags[1] = tmp_path / "in" / "0.txt"
+    assert run(*flags, "--document_separator", r"\n---\n", "--overwrite") == 0
+    assert decoded(tmp_path / "out") == texts
+    assert read_manifest(tmp_path / "out")["created_by"]["document_separator"] == "\n---\n"
