@@ -28,12 +28,13 @@ import torch
 
 from benchmarks.timing import write_results
 from data.cli import Parser
-from data.corpus import Corpus, TokenStream
+from data.corpus import Corpus
 from data.loader import BatchBuilder
 from data.masking import MaskingOptions
 from data.objectives import CAUSAL, MASKED
 from data.plan import DataPlan, RowRange
 from data.shards import write_shard
+from data.stream import TokenStream
 
 _MICRO_BATCH_TOKENS = 32768
 

@@ -17,10 +17,12 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import numpy as np
 
 from data.cli import Parser
-from data.corpus import OCCURRENCE_SHIFT, Corpus, TokenStream
+from data.corpus import Corpus
+from data.documents import OCCURRENCE_SHIFT
 from data.objectives import MASKED
 from data.plan import DataPlan
 from data.row_shuffle import RowShuffle
+from data.stream import TokenStream
 
 
 def documents_of(corpus: Corpus, origins: np.ndarray) -> np.ndarray:

@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.corpus import Corpus, TokenStream, stop_event
+from data.corpus import Corpus
+from data.documents import stop_event
 from data.masking import PADDING, MaskingOptions, ModelInputs, build_inputs, row_counts
 from data.objectives import MASKING, OBJECTIVES
 from data.plan import DataPlan, RowRange, StepPlan, rows_of_rank
 from data.row_shuffle import RowShuffle
+from data.stream import TokenStream
 
 _CLOSE_SECONDS = 5.0
 TENSORS = ("tokens", "row_keys", "objective", "mask_counts", "origins")  # fields of RowBatch that go to the device

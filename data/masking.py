@@ -20,8 +20,8 @@ from itertools import permutations
 import numpy as np
 import torch
 
-from data.corpus import OCCURRENCE_SHIFT
 from data.counter_rng import fold_numpy, fold_torch, logical_right_shift, signed
+from data.documents import OCCURRENCE_SHIFT
 from data.objectives import ALL_TARGETS, CAUSAL_ATTENTION, NOT_MASKING, Objective
 
 IGNORE_INDEX = -100

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from pathlib import Path
 
 
@@ -30,22 +29,16 @@ class Source:
     repeat: float
     first_document: int
     num_documents: int
-    rounded_up: bool = False
     words: int = 0
 
-    @cached_property
-    def _per_epoch(self) -> Fraction:
-        return Fraction(repr(self.repeat)) * self.num_documents  # 0.1 is meant as a tenth
+    @property
+    def exact_repeat(self) -> Fraction:
+        return Fraction(repr(self.repeat))  # 0.1 is meant as a tenth
 
     @property
     def sampled(self) -> bool:
         """Whether epochs are no whole passes."""
         return not float(self.repeat).is_integer()
-
-    def uses_before(self, epoch: int) -> int:
-        """Documents used before `epoch`, repeats counted: repeat x num_documents x epoch, rounded (half up, or up)."""
-        uses, whole = 2 * epoch * self._per_epoch.numerator, self._per_epoch.denominator
-        return (uses + (2 * whole - 2 if self.rounded_up else whole)) // (2 * whole)
 
 
 def read_mix(path: Path) -> list[tuple[str, float]]:

@@ -14,14 +14,15 @@ import numpy as np
 
 from data.corpus import Corpus
 from data.counter_rng import Permutation, fold
+from data.epochs import Epochs
 
 
 class RowShuffle:
     """Positions of rows in the stream of one objective."""
 
-    def __init__(self, corpus: Corpus, key: int, spans: list[tuple[int, int, int]]) -> None:
+    def __init__(self, epochs: Epochs | Corpus, key: int, spans: list[tuple[int, int, int]]) -> None:
         """key: of the stream. spans: first token, end and row length of its parts, as DataPlan.spans gives them."""
-        self._corpus, self._key = corpus, fold(key, -1)  # data/corpus.py folds in epochs, from 0
+        self._epochs, self._key = epochs, fold(key, -1)  # data/stream.py folds in epochs, from 0
         self._spans = [span for span in spans if span[1] > span[0]]
 
     def positions(self, first: int, count: int) -> np.ndarray:
@@ -37,10 +38,10 @@ class RowShuffle:
         row = first_row = (first - begin) // length
         end_row, found = first_row + count, []
         while row < end_row:
-            epoch = self._corpus.epoch_of(begin + row * length)
+            epoch = self._epochs.epoch_of(begin + row * length)
             # The stretch: rows [low, high) that begin in this epoch. -(-a // b) rounds up: the row that begins in the
             # epoch before and ends in this one belongs to that.
-            bounds = [self._corpus.tokens_before_epoch(epoch + i) - begin for i in (0, 1)]
+            bounds = [self._epochs.tokens_before_epoch(epoch + i) - begin for i in (0, 1)]
             low, high = max(0, -(-bounds[0] // length)), -(-min(bounds[1], end - begin) // length)
             # Keyed by `begin` too: where the row length changes in the middle of an epoch, that has two stretches.
             permutation = Permutation(fold(fold(self._key, epoch), begin), high - low)

@@ -16,8 +16,10 @@ import torch
 from helpers.tiny_runs import ROOT, flags, make_inputs, run, train_on, training_lines
 
 import train_single_gpu
-from data.corpus import Corpus, IndexStopped, TokenStream, stop_event
+from data.corpus import Corpus
+from data.documents import IndexStopped, stop_event
 from data.shards import tokenizer_hash, write_shard
+from data.stream import TokenStream
 from model_config import ModelConfig
 from train_single_gpu import main
 from training.checkpoint import CheckpointError, locate, write_checkpoint

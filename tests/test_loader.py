@@ -12,13 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import data.corpus
-from data.corpus import Corpus, TokenStream
+import data.documents
+from data.corpus import Corpus
 from data.loader import BatchBuilder, Loader, StepBatch, ValidationSet, micro_batch_rows
 from data.masking import IGNORE_INDEX, MaskingOptions, fingerprint
 from data.objectives import CAUSAL, MASKED
 from data.plan import DataPlan, RowRange, resolve_split
 from data.shards import write_shard
+from data.stream import TokenStream
 from training.loss import varlen_sizes
 
 HASH = "ab" * 32
@@ -187,22 +188,22 @@ def test_loader_raises_the_threads_errors_and_stops_it(corpus, monkeypatch):
 
 
 def test_loader_can_be_peeked_and_closed_while_it_builds_an_index(corpus, monkeypatch):
-    building, spans = threading.Event(), Corpus._spans
+    building, spans = threading.Event(), Corpus.spans
 
     def slow(self, documents):
         building.set()
         time.sleep(0.01)
         return spans(self, documents)
 
-    monkeypatch.setattr(data.corpus, "_CHUNK", 1)  # 180 chunks: 1.8 s, had nobody asked
-    monkeypatch.setattr(Corpus, "_spans", slow)
+    monkeypatch.setattr(data.documents, "_CHUNK", 1)  # 180 chunks: 1.8 s, had nobody asked
+    monkeypatch.setattr(Corpus, "spans", slow)
     fresh = Corpus(str(corpus.shards[0].path.parent / "*.shard"), tokenizer_hash=HASH, bos_id=1, eos_id=2)
     loader = Loader(make_builder(fresh), rank=0, world_size=1, split="rows", local_batch_size=8)
     assert building.wait(30)
     assert loader.peek(0.01) is None
     loader.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
-    assert not fresh.indices
+    assert not fresh.epochs.indices
 
 
 def test_peek_gives_a_step_until_advance(corpus):

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.corpus import OCCURRENCE_SHIFT
 from data.counter_rng import fold_numpy
+from data.documents import OCCURRENCE_SHIFT
 from data.masking import (
     IGNORE_INDEX,
     PADDING,

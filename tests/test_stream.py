@@ -20,9 +20,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.corpus import OCCURRENCE_SHIFT, Corpus, CorpusError, TokenStream
+from data.corpus import Corpus, CorpusError
 from data.counter_rng import Permutation, fold, fold_numpy, fold_torch, signed
+from data.documents import OCCURRENCE_SHIFT
 from data.shards import ShardError, write_manifest, write_shard
+from data.stream import TokenStream
 
 HASH = "ab" * 32
 BOS, EOS = 1, 2
