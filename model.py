@@ -218,6 +218,8 @@ class LTGBert(PretrainingModel):
         "dwa": "dwa",
         "classifier": "head",
     }
+    # Query and key; value and gate; the two halves of GEGLU.
+    projections = {"in_proj_qk.weight": 2, "in_proj_vg.weight": 2, "mlp.1.weight": 2}  # noqa: RUF012 - as for roles
 
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
         """Random weights from `generator`, or from PyTorch's global one."""

@@ -31,6 +31,7 @@ class PretrainingModel(nn.Module, ABC):
 
     config: ModelConfig
     roles: ClassVar[Mapping[str, str]] = {}  # part of a parameter's name -> its group in stats/grad_norm/GROUP
+    projections: ClassVar[Mapping[str, int]] = {}  # part of a matrix's name -> projections, one above the other in it
 
     @abstractmethod
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
@@ -83,6 +84,18 @@ class PretrainingModel(nn.Module, ABC):
     def num_parameters(self) -> int:
         """Number of trainable scalars; a table that embedding and head share counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    def hidden_matrices(self) -> dict[nn.Parameter, int]:
+        """The matrices of hidden layers, which Muon updates, with how many projections each holds: those of modules in
+        an nn.ModuleList, as layers are."""
+        found: dict[nn.Parameter, int] = {}
+        for layers in self.modules():
+            if isinstance(layers, nn.ModuleList):
+                matrices = {name: parameter for name, parameter in layers.named_parameters() if parameter.ndim == 2}
+                for name, parameter in matrices.items():
+                    counts = [count for part, count in self.projections.items() if part in name]
+                    found[parameter] = counts[0] if counts else 1
+        return found
 
     def backward_order(self) -> list[nn.Parameter]:
         """All parameters in about the order in which a backward pass completes their gradients: gradient buckets are

@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,12 @@ from benchmarks.timing import has_cuda, times_of, write_results
 from data.cli import Parser
 from model import ModelConfig
 from model_extra import build_model
+from model_protocol import PretrainingModel
+from ops import muon
 from ops.bit_sums import BitSums
 from ops.reference import VARIABLE
 from training.ema import Ema
-from training.optimizers import OptimizerStep, make_optimizer, named_state
+from training.optimizers import MatrixOptions, OptimizerStep, make_optimizer, named_state
 
 _ROOT = Path(__file__).resolve().parent.parent
 _BYTES = 52  # an element of the fused passes: g; g m v w -> m v; m v w a -> w a
@@ -43,8 +46,10 @@ def make(config: ModelConfig, optimizer: str, fused: bool) -> OptimizerStep:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     settings = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
+    cautious = MatrixOptions(cautious=True)
     with mock.patch.dict(os.environ, {VARIABLE: "" if fused else "optimizer"}):
-        return OptimizerStep(model, make_optimizer(model, optimizer, **settings), Ema(model, 0.999), max_norm=2.0)
+        made = make_optimizer(model, optimizer, **settings, matrices=cautious)
+        return OptimizerStep(model, made, Ema(model, 0.999), max_norm=2.0)
 
 
 def copy_rate() -> float:
@@ -65,8 +70,20 @@ def host_milliseconds(function: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
+def newton_schulz(model: PretrainingModel) -> Callable[[], Any]:
+    """Newton-Schulz of stacks of the shapes of a model's matrices, in bfloat16."""
+    shapes = Counter[tuple[int, int]]()
+    for parameter, projections in model.hidden_matrices().items():
+        shapes[parameter.size(0) // projections, parameter.size(1)] += projections
+    stacks = [torch.randn(n, *shape, device="cuda", dtype=torch.bfloat16) for shape, n in shapes.items()]
+    return lambda: [muon.newton_schulz(stack) for stack in stacks]
+
+
 def timed_call(name: str, update: OptimizerStep) -> Callable[[], Any]:
     """The call that a method's name stands for."""
+    if name.startswith("Newton-Schulz"):
+        assert isinstance(update.model, PretrainingModel)
+        return newton_schulz(update.model)
     if name.endswith("alone"):
         return update.optimizer.step
     if not name.startswith("checksums"):
@@ -92,6 +109,10 @@ def main() -> int:
         ("LAMB, separate calls (reference)", "lamb", False),
         ("AdamW of torch, fused, with clipping and average", "adamw", False),
         ("AdamW of torch, fused, its step alone", "adamw", False),
+        ("NorMuon and AdamW, with clipping and average", "normuon", False),
+        ("NorMuon and AdamW, its step alone", "normuon", False),
+        ("Muon and AdamW, its step alone", "muon", False),
+        ("Newton-Schulz of all matrices, alone", "normuon", False),
         ("checksums of weights, average and moments", "lamb", True),
     ]
     rate, results, parameters = copy_rate(), [], 0

@@ -289,7 +289,7 @@ def test_shipped_recipes_are_read(recipe, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = parse_config([f"--recipe={recipe}", "--train_path=x", "--tokenizer_path=y", "--name=z"], "test")
     ModelConfig.from_json(Path(config.config_file))
-    masked_share = {"masked": 1, "causal": 0}.get(recipe.stem.rpartition("_")[2], 15 / 16)
+    masked_share = {"masked": 1, "causal": 0, "normuon": 1 / 2}.get(recipe.stem.rpartition("_")[2], 15 / 16)
     assert config.hybrid_numerator / config.hybrid_denominator == masked_share
 
 

@@ -271,7 +271,7 @@ def test_run_with_any_state_resumes_on_one_rank_and_on_two(tmp_path):
 
 
 def test_unknown_optimizer():
-    with pytest.raises(ValueError, match='--optimizer is "sgd"; choose "lamb" or "adamw"'):
+    with pytest.raises(ValueError, match='--optimizer is "sgd"; choose "lamb" or "adamw" or "muon"'):
         make_optimizer(make_model(), "sgd", **SETTINGS)
 
 

@@ -94,6 +94,12 @@ def _check_choices(config: TrainingConfig) -> None:
         raise ConfigError(
             f"--evaluate_every is {config.evaluate_every} but there is no --evaluate_data; name its minimal pairs"
         )
+    for name in ("matrix_learning_rate", "matrix_momentum", "cautious_weight_decay", "rest_optimizer"):
+        value = getattr(config, name)
+        if value != FIELDS[name].default and config.optimizer not in ("muon", "normuon"):
+            raise ConfigError(
+                f"--{name} is {value!r} but --optimizer is {config.optimizer!r}; it is for muon and normuon alone"
+            )
     if config.checkpoint_filename and config.resume != "auto":
         raise ConfigError(
             f"--checkpoint_filename {config.checkpoint_filename!r} and --resume {config.resume!r} both say where to "

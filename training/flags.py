@@ -238,7 +238,29 @@ class Flags:
     cooldown_proportion: float = _flag(
         0.016, "fraction of steps with linear decay to 0 at the end", "optimization", FRACTION
     )
-    optimizer: str = _flag("lamb", "update rule", "optimization", choices=_optimizer_names())
+    optimizer: str = _flag(
+        "lamb",
+        "update rule; muon and normuon are for the matrices of hidden layers, beside --rest_optimizer",
+        "optimization",
+        choices=_optimizer_names(),
+    )
+    rest_optimizer: str = _flag(
+        "adamw",
+        "update rule of all but those matrices (embeddings, head, norms, biases) with muon and normuon",
+        "optimization",
+        choices=("adamw", "lamb"),
+    )
+    matrix_learning_rate: float = _flag(
+        0.0,
+        "peak learning rate of those matrices (0: that of all, --learning_rate); entries of their updates have the "
+        "root mean square 0.2 at rate 1, so that rates of AdamW suit them",
+        "optimization",
+        at_least(0),
+    )
+    matrix_momentum: float = _flag(0.95, "Nesterov momentum of muon and normuon", "optimization", DECAY)
+    cautious_weight_decay: bool = _flag(
+        False, "muon and normuon: only entries that the update moves towards 0 decay", "optimization"
+    )
     weight_decay: float = _flag(0.1, "decoupled weight decay of matrices and tables", "optimization", at_least(0))
     optimizer_beta1: float = _flag(0.9, "decay of the first moment", "optimization", DECAY)
     optimizer_beta2: float = _flag(0.98, "decay of the second moment", "optimization", DECAY)

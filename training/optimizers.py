@@ -1,4 +1,4 @@
-"""LAMB as published with GPT-BERT, AdamW, gradient clipping, and optimizer state by parameter name."""
+"""LAMB as published with GPT-BERT, AdamW, Muon, NorMuon, gradient clipping, and optimizer state by parameter name."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from model_protocol import PretrainingModel
+from ops import muon
 from ops.lamb_cuda import FusedLamb, Settings, Tensors, available, fits
 from ops.reference import reference_chosen
 from training.ema import Ema
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_ROW_BETA = 0.95  # of NorMuon's mean squares: the beta2 of its paper
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # in this order: a bool is an int, too
 
 
@@ -69,20 +72,24 @@ class Lamb(torch.optim.Optimizer):
             group["step"] += 1
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:
-                self._update(parameters, group)
+                self.update(parameters, group)
         return loss
 
     def moments(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """First and second moments of `parameters`; those of a parameter that never took a step are zeros."""
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter] = {
-                    name: torch.zeros_like(parameter, memory_format=torch.contiguous_format) for name in _MOMENTS
-                }
-        first, second = ([self.state[parameter][name] for parameter in parameters] for name in _MOMENTS)
+        first, second = (self._kept(name, parameters) for name in _MOMENTS)
         return first, second
 
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _kept(self, entry: str, parameters: list[Tensor], by_row: bool = False) -> list[Tensor]:
+        """What is kept of each of `parameters` as `entry`, zeros at first: of its shape, or one number a row."""
+        for parameter in parameters:
+            if entry not in self.state[parameter]:
+                like = parameter[:, 0] if by_row else parameter
+                self.state[parameter][entry] = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        return [self.state[parameter][entry] for parameter in parameters]
+
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Take a step with parameters of a group, which have gradients."""
         beta1, beta2 = group["betas"]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         first, second = self.moments(parameters)
@@ -98,12 +105,76 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_div_(updates, 1 - beta1 ** group["step"])
         if group["weight_decay"] > 0:
             torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+        if group["weight_decay"] > 0 and group.get("trust", True):
             weight_norms = torch.stack(torch._foreach_norm(parameters))
             update_norms = torch.stack(torch._foreach_norm(updates))
             defined = (weight_norms > 0) & (update_norms > 0)
             trust = torch.where(defined, weight_norms / update_norms, torch.ones_like(weight_norms))
             torch._foreach_mul_(updates, list(trust.unbind()))
         torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+
+
+class Muon(Lamb):
+    """Muon (Jordan et al., 2024) or NorMuon (Li et al., arXiv 2510.05491) for groups of matrices; others as they say.
+
+        M = momentum M + (1 - momentum) G,   D = newton_schulz((1 - momentum) G + momentum M)
+        W = W - lr (scale D + weight_decay W),   scale so that the entries of scale D have the root mean square 0.2
+
+    NorMuon divides each row of D (an output neuron) by the root of a running mean of its squares first. With that scale
+    rates and weight decay are about AdamW's (arXiv 2502.16982). ops/muon.py has the formulas.
+
+    A group is one of matrices if it has "projections": how many projections lie one above the other in each of its
+    parameters, which are orthogonalised one by one. Other groups take LAMB's step, or with "trust" False AdamW's.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], momentum: float = 0.95, by_row: bool = False, cautious: bool = False, **rest: Any
+    ) -> None:
+        """by_row: NorMuon. cautious: weight decay of matrices only where the update agrees. rest: as for Lamb."""
+        super().__init__(params, **rest)
+        self.momentum, self.by_row, self.cautious = momentum, by_row, cautious
+
+    @torch.no_grad()
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Take a step with parameters of a group, which have gradients: matrices of one shape all at once."""
+        if "projections" not in group:
+            return super().update(parameters, group)
+        counts = dict(zip(group["params"], group["projections"], strict=True))
+        momenta = self._kept("momentum", parameters)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
+        updates = torch._foreach_lerp(gradients, momenta, self.momentum)
+        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        for parameter, update in zip(parameters, updates, strict=True):
+            shape = (parameter.size(0) // counts[parameter], parameter.size(1))
+            stacks.setdefault(shape, []).append((parameter, update))
+        for shape, pairs in stacks.items():
+            same, directions = (list(tensors) for tensors in zip(*pairs, strict=True))
+            self._descend(same, directions, shape, group)
+        return None
+
+    def _descend(
+        self, parameters: list[Tensor], updates: list[Tensor], shape: tuple[int, int], group: dict[str, Any]
+    ) -> None:
+        """One step of parameters whose projections all have `shape`, along their updates made orthogonal."""
+        places = [parameter.size(0) // shape[0] for parameter in parameters]
+        dtype = muon.working_dtype(parameters[0].device)
+        stack = torch.empty(sum(places), *shape, dtype=dtype, device=parameters[0].device)
+        torch._foreach_copy_(_by_parameter(stack, places), updates)
+        directions, scales = muon.newton_schulz(stack), muon.matched_scale(stack)
+        if self.by_row:
+            kept = self._kept("row_square", parameters, by_row=True)
+            second = torch.cat(kept).view(-1, shape[0])
+            scales = muon.row_scales(directions, second, _ROW_BETA, group["eps"])
+            torch._foreach_copy_(kept, _by_parameter(second, places))
+        weights = torch.cat(parameters).view(-1, *shape)
+        muon.descend(weights, directions, scales, group["lr"], group["weight_decay"], self.cautious)
+        torch._foreach_copy_(parameters, _by_parameter(weights, places))
+
+
+def _by_parameter(stack: Tensor, places: list[int]) -> list[Tensor]:
+    """The parts of a stack [S, m, ...] that belong to parameters with so many projections each, [places * m, ...]."""
+    return [part.flatten(0, 1) for part in stack.split(places)]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -125,32 +196,78 @@ def _adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimiz
     return torch.optim.AdamW(groups, **settings, **fastest)
 
 
+class MatrixOptions(NamedTuple):
+    """What Muon does beyond its groups. rate: peak rate of matrices by that of the rest. rest: "adamw" or "lamb"."""
+
+    rate: float = 1.0
+    momentum: float = 0.95
+    cautious: bool = False
+    rest: str = "adamw"
+
+
+def _with_matrices(
+    groups: list[dict[str, Any]], model: nn.Module, lr: float, options: MatrixOptions
+) -> list[dict[str, Any]]:
+    """The groups, with one more for the matrices of hidden layers that they hold, for Muon."""
+    matrices = model.hidden_matrices() if isinstance(model, PretrainingModel) else {}
+    if not matrices:
+        raise ValueError("--optimizer muon and normuon need matrices in lists of layers, and the model has none.")
+    split = []
+    for group in groups:
+        hidden = [parameter for parameter in group["params"] if parameter in matrices]
+        rest = [parameter for parameter in group["params"] if parameter not in matrices]
+        split.append(group | {"params": rest, "trust": options.rest == "lamb"})
+        if hidden:
+            projections = [matrices[parameter] for parameter in hidden]
+            rate = {"rate_factor": options.rate, "lr": lr * options.rate}
+            split.append(group | rate | {"params": hidden, "projections": projections})
+    return [group for group in split if group["params"]]
+
+
 class OptimizerKind(NamedTuple):
     """make: of parameter groups, lr, betas, eps and weight_decay. defaults: further arguments of it.
 
     moments: whether its state is Adam's, so that others of this kind can take it over when a run branches off.
+    matrices: whether it is told which parameters are matrices of hidden layers (`_with_matrices`).
     """
 
     make: Callable[..., torch.optim.Optimizer]
     defaults: Mapping[str, Any] = MappingProxyType({})
     moments: bool = False
+    matrices: bool = False
 
 
 # What --optimizer may name; training/flags.py reads the names from here.
 OPTIMIZERS = {
     "lamb": OptimizerKind(Lamb, moments=True),
     "adamw": OptimizerKind(_adamw, moments=True),
+    "muon": OptimizerKind(Muon, matrices=True),
+    "normuon": OptimizerKind(Muon, MappingProxyType({"by_row": True}), matrices=True),
 }
 
 
 def make_optimizer(
-    model: nn.Module, name: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    model: nn.Module,
+    name: str,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    matrices: MatrixOptions | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer `name` of OPTIMIZERS over the model's parameter groups, where the model's weights are."""
+    """The optimizer `name` of OPTIMIZERS over the model's parameter groups, where the model's weights are.
+
+    A group's rate is lr times its "rate_factor", where it has one. matrices: for Muon.
+    """
     if name not in OPTIMIZERS:
         raise ValueError(f'--optimizer is "{name}"; choose {" or ".join(map(json.dumps, OPTIMIZERS))}.')
     kind, groups = OPTIMIZERS[name], parameter_groups(model, weight_decay)
-    return kind.make(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **kind.defaults)
+    further = dict(kind.defaults)
+    if kind.matrices:
+        matrices = matrices or MatrixOptions()
+        groups = _with_matrices(groups, model, lr, matrices)
+        further |= {"momentum": matrices.momentum, "cautious": matrices.cautious}
+    return kind.make(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **further)
 
 
 def takes_over(new: str, old: str) -> bool:
@@ -230,12 +347,15 @@ def _check_names(
     """Raises ValueError where saved state is not of these parameters; of Adam's moments none may be missing."""
     odd = {key for key in tensors if key.rpartition("/")[2] not in parameters}
     if isinstance(optimizer, Lamb | torch.optim.AdamW):
-        odd = tensors.keys() ^ {f"{moment}/{name}" for moment in _MOMENTS for name in parameters}
+        matrices = {p for group in optimizer.param_groups if "projections" in group for p in group["params"]}
+        of_matrices = ("momentum", "row_square")[: 1 + getattr(optimizer, "by_row", False)]
+        entries = {name: of_matrices if p in matrices else _MOMENTS for name, p in parameters.items()}
+        odd = tensors.keys() ^ {f"{entry}/{name}" for name, its in entries.items() for entry in its}
     if odd:
         raise ValueError(f"the saved optimizer state and the model differ in {min(odd)}; they are of different models.")
     for key, saved in tensors.items():
         entry, _, name = key.rpartition("/")
-        if entry in _MOMENTS and saved.shape != parameters[name].shape:
+        if entry in (*_MOMENTS, "momentum") and saved.shape != parameters[name].shape:
             raise ValueError(
                 f"the saved {entry} of {name} has shape {tuple(saved.shape)}, the parameter has "
                 f"{tuple(parameters[name].shape)}; they are of different models."
@@ -253,7 +373,7 @@ class OptimizerStep:
         """max_norm: of all gradients taken as one vector; infinity only measures it."""
         self.model, self.optimizer, self.ema, self.max_norm = model, optimizer, ema, max_norm
         parameters = list(model.parameters())
-        wanted = not reference_chosen("optimizer") and isinstance(optimizer, Lamb)
+        wanted = not reference_chosen("optimizer") and type(optimizer) is Lamb
         self._fused = None
         if wanted and all(fits(parameter) for parameter in parameters) and available(parameters[0].device):
             self._fused = FusedLamb()

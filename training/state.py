@@ -19,7 +19,7 @@ from training.distributed import World
 from training.ema import Ema
 from training.forward_backward import ForwardBackward, compile_layers, graph_obstacle
 from training.gradients import BUCKET_BYTES, GradientBuckets, broadcast_parameters
-from training.optimizers import OptimizerStep, load_named_state, make_optimizer, takes_over
+from training.optimizers import MatrixOptions, OptimizerStep, load_named_state, make_optimizer, takes_over
 
 _INITIALISATION = 301  # purpose of the key that seeds the initial weights
 
@@ -71,6 +71,12 @@ class TrainState:
             betas=(config.optimizer_beta1, config.optimizer_beta2),
             eps=config.optimizer_eps,
             weight_decay=config.weight_decay,
+            matrices=MatrixOptions(
+                (config.matrix_learning_rate or config.learning_rate) / config.learning_rate,
+                config.matrix_momentum,
+                config.cautious_weight_decay,
+                config.rest_optimizer,
+            ),
         )
         ema = Ema(model, config.ema_decay)
         if checkpoint is not None:

@@ -73,7 +73,7 @@ def train_step(
         step, config.max_steps, config.learning_rate, config.warmup_proportion, config.cooldown_proportion
     )
     for group in state.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("rate_factor", 1.0)
     state.ema.decay = average_decay(done, config.ema_decay, bool(config.ema_warmup))
     grad_norm = state.optimizer_step()
     state.gradients.zero()

@@ -131,8 +131,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
         "batch, end": _batch_line(inputs, last, world),
         "in all": f"{plan.tokens_before(config.max_steps):,} tokens",
         "schedule": ", ".join(milestones),
-        "optimizer": f"{config.optimizer}, peak learning rate {config.learning_rate:g}, EMA {config.ema_decay:g}"
-        + " with a warm-up" * bool(config.ema_warmup),
+        "optimizer": _optimizer_line(config),
         "memory": f"about {_bytes(need)} of tensors a device (estimate; up to a fifth more is held in reserve)",
     }
     if graphs and world.device.type == "cuda":
@@ -252,6 +251,18 @@ def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -
         obstacle = lamb_cuda.obstacle(device)
         kernels.append(_Kernel("optimizer", "optimizer", True, obstacle, lambda: lamb_cuda.available(device)))
     return kernels
+
+
+def _optimizer_line(config: TrainingConfig) -> str:
+    """The update rules with their peak learning rates, and the average."""
+    rules = f"{config.optimizer}, peak learning rate {config.learning_rate:g}"
+    if config.optimizer in ("muon", "normuon"):
+        of_matrices = config.matrix_learning_rate or config.learning_rate
+        rules = (
+            f"{config.optimizer} for matrices of hidden layers, peak learning rate {of_matrices:g}"
+            f" (others: {config.rest_optimizer}, {config.learning_rate:g})"
+        )
+    return f"{rules}, EMA {config.ema_decay:g}" + " with a warm-up" * bool(config.ema_warmup)
 
 
 def kernels_line(found: dict[str, str]) -> str:

@@ -1,0 +1,232 @@
+"""Muon and NorMuon: beside torch.optim.Muon, beside their formulas in float64, and resumed on other ranks."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+import torch
+from helpers.tiny_models import make_model
+from helpers.tiny_runs import flags, make_inputs, run, training_lines
+from torch import Tensor, nn
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from ops import muon
+from training.checkpoint import open_checkpoint
+from training.optimizers import MatrixOptions, Muon, load_named_state, make_optimizer, named_state
+
+SETTINGS = {"lr": 0.02, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
+SHAPES = [(24, 16), (16, 24), (12, 12)]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = random(*parameter.shape, seed=1000 * step + number) * 0.1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_newton_schulz_is_torchs_for_every_matrix_of_a_stack(shape: tuple[int, int]):
+    stack = random(3, *shape).bfloat16()
+    for matrix, found in zip(stack, muon.newton_schulz(stack), strict=True):
+        expected = _zeropower_via_newtonschulz(matrix.float(), muon.COEFFICIENTS, muon.STEPS, 1e-7)
+        assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_newton_schulz_keeps_singular_vectors_and_brings_values_near_1(shape: tuple[int, int]):
+    stack = random(2, *shape) * 1e-3
+    stack[1] *= 1e6
+    found = muon.newton_schulz(stack)
+    left, _, right = torch.linalg.svd(stack, full_matrices=False)
+    inside = left.mT @ found @ right.mT
+    values = inside.diagonal(dim1=-2, dim2=-1)
+    assert 0.6 < values.min() <= values.max() < 1.3
+    assert (inside - torch.diag_embed(values)).abs().max() < 1e-4
+    assert torch.equal(muon.newton_schulz(torch.zeros(1, *shape)), torch.zeros(1, *shape))
+
+
+def test_muon_is_torchs(monkeypatch: pytest.MonkeyPatch):
+    """In bfloat16, as there; the same rates, momentum and decay."""
+    monkeypatch.setattr(muon, "working_dtype", lambda device: torch.bfloat16)
+    ours, theirs = ([nn.Parameter(random(*shape, seed=k)) for k, shape in enumerate(SHAPES * 2)] for _ in range(2))
+    optimizer = Muon([{"params": ours, "projections": [1] * len(ours)}], lr=0.02, weight_decay=0.1)
+    other = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for step in range(4):
+        for k, pair in enumerate(zip(ours, theirs, strict=True)):
+            for parameter in pair:
+                parameter.grad = random(*parameter.shape, seed=100 * step + k)
+        optimizer.step()
+        other.step()
+    for number, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
+        moved = its.detach() - random(*its.shape, seed=number)
+        assert (mine.detach() - its.detach()).norm() < 0.01 * moved.norm()
+
+
+def by_definition(
+    start: Tensor, gradients: list[Tensor], projections: int, by_row: bool, cautious: bool, rate: float
+) -> Tensor:
+    """Muon's steps in float64, projection by projection and row by row."""
+    parts = []
+    for k, weight in enumerate(start.double().chunk(projections)):
+        momentum, squares = torch.zeros_like(weight), torch.zeros(len(weight), dtype=torch.float64)
+        for gradient in gradients:
+            gradient = gradient.double().chunk(projections)[k]
+            momentum = 0.95 * momentum + 0.05 * gradient
+            x = 0.05 * gradient + 0.95 * momentum
+            tall = len(x) > len(x.T)
+            x = (x.T if tall else x) / x.norm()
+            for _ in range(5):
+                x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+            x = x.T if tall else x
+            if by_row:
+                squares = 0.95 * squares + 0.05 * (x**2).mean(1)
+                x = x / (squares.sqrt() + 1e-8)[:, None]
+                x = 0.2 * math.sqrt(x.numel()) * x / x.norm()
+            else:
+                x = 0.2 * math.sqrt(max(x.shape)) * x
+            mask = (x * weight > 0).double() if cautious else torch.ones_like(x)
+            weight = weight - rate * (x + 0.1 * mask * weight)
+        parts.append(weight)
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(("by_row", "cautious"), [(False, False), (False, True), (True, False), (True, True)])
+def test_muon_is_its_definition(by_row: bool, cautious: bool):
+    """Parameters of one and two projections of equal shape, which share a stack, and one of another shape."""
+    sizes = [(12, 20, 1), (24, 20, 2), (16, 6, 1)]
+    starts = [random(rows, columns, seed=k) for k, (rows, columns, _) in enumerate(sizes)]
+    parameters = [nn.Parameter(start.clone()) for start in starts]
+    group = {"params": parameters, "projections": [projections for *_, projections in sizes]}
+    optimizer = Muon([group], lr=0.05, weight_decay=0.1, by_row=by_row, cautious=cautious)
+    gradients = [[random(*start.shape, seed=10 * step + k) for k, start in enumerate(starts)] for step in range(1, 4)]
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    for k, parameter in enumerate(parameters):
+        history = [step[k] for step in gradients]
+        expected = by_definition(starts[k], history, sizes[k][2], by_row, cautious, 0.05)
+        torch.testing.assert_close(parameter.detach(), expected.float(), rtol=2e-4, atol=2e-5)
+
+
+def test_which_parameters_are_matrices_of_hidden_layers():
+    model = make_model()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {names[parameter]: count for parameter, count in model.hidden_matrices().items()}
+    layers = {"in_proj_qk.weight": 2, "in_proj_vg.weight": 2, "out_proj.weight": 1}
+    expected = {f"transformer.attention_layers.{k}.{name}": count for k in (0, 1) for name, count in layers.items()}
+    blocks = {"mlp.1.weight": 2, "mlp.4.weight": 1}
+    expected |= {f"transformer.mlp_layers.{k}.{name}": count for k in (0, 1) for name, count in blocks.items()}
+    assert found == expected
+    with pytest.raises(ValueError, match="muon and normuon need matrices in lists of layers"):
+        make_optimizer(nn.Linear(3, 3), "muon", **SETTINGS)
+
+
+@pytest.mark.parametrize("rest", ["adamw", "lamb"])
+def test_the_rest_takes_adamws_or_lambs_steps_at_its_own_rate(rest: str):
+    model, other = make_model(), make_model()
+    optimizer = make_optimizer(model, "muon", **SETTINGS, matrices=MatrixOptions(rate=0.5, rest=rest))
+    expected = make_optimizer(other, rest, **SETTINGS)
+    rates = {group["lr"] for group in optimizer.param_groups if "projections" in group}
+    assert rates == {0.01}
+    for step in range(3):
+        for each, its in ((model, optimizer), (other, expected)):
+            set_gradients(each, step)
+            its.step()
+    matrices = model.hidden_matrices()
+    for (name, parameter), same in zip(model.named_parameters(), other.parameters(), strict=True):
+        close = torch.allclose(parameter, same, rtol=1e-4, atol=1e-6)
+        assert close == (parameter not in matrices), name
+
+
+@pytest.mark.parametrize("name", ["muon", "normuon"])
+def test_resumed_muon_goes_on_exactly(name: str):
+    model = make_model()
+    optimizer = make_optimizer(model, name, **SETTINGS)
+
+    def train(each: nn.Module, its: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            set_gradients(each, step)
+            its.step()
+
+    train(model, optimizer, range(3))
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    saved = {key: value.clone() for key, value in named_state(optimizer, model).items()}
+    hidden = "transformer.mlp_layers.0.mlp.1.weight"
+    assert {key.split("/")[0] for key in saved if key.endswith(hidden)} == (
+        {"momentum", "row_square"} if name == "normuon" else {"momentum"}
+    )
+    train(model, optimizer, range(3, 6))
+    other = make_model()
+    other.load_state_dict(weights)
+    resumed = make_optimizer(other, name, **SETTINGS)
+    load_named_state(resumed, other, dict(sorted(saved.items(), reverse=True)), 3)
+    train(other, resumed, range(3, 6))
+    for parameter, expected in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+    with pytest.raises(ValueError, match=f"momentum/{hidden}"):
+        load_named_state(resumed, other, {k: v for k, v in saved.items() if k != f"momentum/{hidden}"}, 3)
+    with pytest.raises(ValueError, match=f"momentum of {hidden} has shape"):
+        load_named_state(resumed, other, saved | {f"momentum/{hidden}": torch.zeros(3)}, 3)
+
+
+def test_muon_leaves_a_matrix_without_gradient_alone():
+    model = make_model()
+    optimizer = make_optimizer(model, "normuon", **SETTINGS)
+    set_gradients(model, 0)
+    left = model.transformer.mlp_layers[0].mlp["1"].weight
+    left.grad, before = None, left.detach().clone()
+    optimizer.step()
+    assert torch.equal(left, before)
+    assert not torch.equal(model.transformer.mlp_layers[1].mlp["1"].weight, before)
+
+
+@pytest.mark.gpu
+def test_muon_on_cuda_is_that_of_the_cpu_and_never_waits():
+    model, on_cpu = make_model().cuda(), make_model()
+    pairs = [(m, make_optimizer(m, "normuon", **SETTINGS, matrices=MatrixOptions(cautious=True)))
+             for m in (model, on_cpu)]  # fmt: skip
+    for step in range(3):
+        for m, optimizer in pairs:
+            set_gradients(on_cpu, step)
+            for parameter, other in zip(m.parameters(), on_cpu.parameters(), strict=True):
+                parameter.grad = other.grad.to(parameter.device)  # type: ignore[union-attr]
+            torch.cuda.synchronize()
+            try:
+                torch.cuda.set_sync_debug_mode("error" if step and m is model else "default")
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    for (name, parameter), other in zip(model.named_parameters(), on_cpu.parameters(), strict=True):
+        assert (parameter.cpu() - other).norm() < 0.02 * other.norm().clamp(min=1e-3), name
+
+
+@pytest.mark.slow
+def test_a_run_with_normuon_is_the_same_resumed_and_on_two_ranks(tmp_path):
+    inputs = make_inputs(tmp_path / "inputs")
+    options = {"optimizer": "normuon", "matrix_learning_rate": 2e-2, "learning_rate": 5e-3}
+    options |= {"cautious_weight_decay": True, "max_steps": 10, "save_every": 5, "validate_every": 0}
+
+    def arguments(folder: str) -> list[str]:
+        return flags(inputs, tmp_path / folder, **options)
+
+    run(arguments("whole"))
+    run(arguments("two"), 2)
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "run" / "checkpoints" / "step_00000010")
+    run(arguments("resumed"))
+    lines, two, resumed = (training_lines(tmp_path / folder / "run") for folder in ("whole", "two", "resumed"))
+    assert [line["train/loss"] for line in lines] == [line["train/loss"] for line in resumed]
+    assert [line["train/loss"] for line in lines] == pytest.approx([line["train/loss"] for line in two], rel=1e-5)
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 0.5
+    ends = [open_checkpoint(tmp_path / folder / "run" / "checkpoints" / "step_00000010") for folder in ("whole", "two")]
+    for part in ("model", "ema", "optimizer"):
+        one, other = (end.tensors(part) for end in ends)
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert (other[key] - value).norm() < 1e-3 * value.norm().clamp(min=1e-6), key
