@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from data.cli import Parser
 from data.shards import ShardError
+from data.special_tokens import FLAG_HELP, tokenizer_file
 
 DEFAULT_SHARD_SIZE = 100_000_000
 
@@ -82,7 +83,11 @@ def _separator(text: str) -> str | None:
 def add_shard_flags(parser: Parser, tokenizer: str, validation: bool = True) -> None:
     """The flags of all scripts that write a folder of shards. tokenizer: the help of --tokenizer_path."""
     parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="shard folder to write")
-    parser.add_argument("--tokenizer_path", required=True, type=Path, metavar="FILE", help=tokenizer)
+    parser.add_argument(
+        "--tokenizer_path", required=True, type=tokenizer_file, metavar="FILE",
+        help=f"{tokenizer}, or a Hugging Face folder that holds one",
+    )  # fmt: skip
+    parser.add_argument("--special_tokens", default="", metavar="ROLE=TOKEN,...", help=FLAG_HELP)
     if validation:
         parser.add_argument(
             "--validation_fraction",

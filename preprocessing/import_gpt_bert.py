@@ -34,19 +34,19 @@ from tqdm import tqdm
 from data.atomic_io import sync_folder, write_atomically
 from data.cli import Parser
 from data.shards import sha256_file, token_dtype, tokenizer_hash
+from data.special_tokens import read_special_tokens
 from data.wording import count
 from preprocessing.cli import CommandError, add_shard_flags, run
 from preprocessing.inputs import InputFile
 from preprocessing.resumable_output import FolderPlan, OutputFolder
 from preprocessing.slices import EncodedChunk
-from preprocessing.tokenizer import load_tokenizer, special_ids, vocabulary_size
+from preprocessing.tokenizer import load_tokenizer, roles_to_record, special_ids, vocabulary_size
 
 if TYPE_CHECKING:
     import torch
 
 _BATCH = 1000  # documents
 _SAVE_SECONDS = 10.0
-_ENDS = (1, 2, 3)  # <s>, </s>, <pad>
 _PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
 _WORDS, _TIED = "embedding.word_embedding.weight", "classifier.nonlinearity.5.weight"
 
@@ -78,13 +78,20 @@ def load_published(path: Path) -> Any:
 
 
 def import_data(
-    inputs: Sequence[Path], output: Path, tokenizer_path: Path, shard_size: int, overwrite: bool, progress: bool = False
+    inputs: Sequence[Path],
+    output: Path,
+    tokenizer_path: Path,
+    shard_size: int,
+    overwrite: bool,
+    progress: bool = False,
+    special_tokens: str = "",
 ) -> dict[str, int] | None:
     """Token files to a shard folder; counts of what was found, or None if the folder was complete already.
 
     Raises CommandError naming file and document for anything that is not a list of documents of this tokenizer."""
     tokenizer = load_tokenizer(tokenizer_path)
     digest = tokenizer_hash(tokenizer_path)
+    ends = sorted(read_special_tokens(tokenizer_path, special_tokens).ends)
     for path in inputs:
         if not path.is_file():
             raise CommandError(f"--input {path} does not exist or is no file")
@@ -97,14 +104,18 @@ def import_data(
         tokenizer_hash=digest,
         vocab_size=vocabulary_size(tokenizer),
         shard_size=shard_size,
-        options={"script": "preprocessing/import_gpt_bert.py", "shard_size": shard_size},
+        options={
+            "script": "preprocessing/import_gpt_bert.py",
+            "shard_size": shard_size,
+            **roles_to_record(tokenizer_path, special_tokens),
+        },
     )
     folder = OutputFolder(plan)
     with folder.making(0, _SAVE_SECONDS, overwrite) as slices:
         if slices is None:
             return None
         if not slices.progress.complete:
-            slices.write(_encoded(inputs, slices.progress.position, tokenizer, plan.vocab_size, progress))
+            slices.write(_encoded(inputs, slices.progress.position, tokenizer, plan.vocab_size, ends, progress))
     totals = folder.assemble()
     if totals is None:
         return None
@@ -115,7 +126,12 @@ def import_data(
 
 
 def _encoded(
-    inputs: Sequence[Path], position: Mapping[str, int], tokenizer: Tokenizer, vocab_size: int, progress: bool
+    inputs: Sequence[Path],
+    position: Mapping[str, int],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    ends: list[int],
+    progress: bool,
 ) -> Iterator[EncodedChunk]:
     """Documents behind a position, without the ends of the published format."""
     specials = np.array(special_ids(tokenizer))
@@ -129,7 +145,7 @@ def _encoded(
         for first in tqdm(range(start, len(documents), _BATCH), unit="batch", desc=path.name, disable=not progress):
             batch = documents[first : first + _BATCH]
             ids = [_checked(path, first + index, ids, vocab_size) for index, ids in enumerate(batch)]
-            kept = [inner for document in ids if len(inner := _without_ends(document))]
+            kept = [inner for document in ids if len(inner := _without_ends(document, ends))]
             tokens = np.concatenate(kept) if kept else np.empty(0, np.int64)
             texts = tokenizer.decode_batch([document.tolist() for document in kept], skip_special_tokens=True)
             yield EncodedChunk(
@@ -168,8 +184,8 @@ def _checked(path: Path, number: int, document: Any, vocab_size: int) -> np.ndar
     return ids
 
 
-def _without_ends(ids: np.ndarray) -> np.ndarray:
-    inside = np.flatnonzero(~np.isin(ids, _ENDS))
+def _without_ends(ids: np.ndarray, ends: list[int]) -> np.ndarray:
+    inside = np.flatnonzero(~np.isin(ids, ends))
     return ids[inside[0] : inside[-1] + 1] if len(inside) else ids[:0]
 
 
@@ -345,7 +361,7 @@ def command(arguments: argparse.Namespace) -> int:
         return 0
     progress = sys.stderr.isatty()
     inputs = (arguments.input, arguments.output, arguments.tokenizer_path)
-    counts = import_data(*inputs, arguments.shard_size, arguments.overwrite, progress)
+    counts = import_data(*inputs, arguments.shard_size, arguments.overwrite, progress, arguments.special_tokens)
     if counts is None:
         print(f"{arguments.output} is complete already, from the same inputs and options: nothing to do")
         return 0

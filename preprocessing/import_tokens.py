@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from data.cli import Parser
 from data.shards import token_dtype, tokenizer_hash
+from data.special_tokens import read_special_tokens
 from data.wording import count
 from preprocessing.cli import DEFAULT_SHARD_SIZE, CommandError, add_shard_flags, run
 from preprocessing.inputs import InputFile, check_unchanged
@@ -33,25 +34,22 @@ from preprocessing.resumable_output import FolderPlan, OutputFolder, Totals
 from preprocessing.slices import EncodedChunk
 from preprocessing.token_readers import FORMATS, Block, TokenFile, find_token_files
 from preprocessing.tokenize_pool import is_validation
-from preprocessing.tokenizer import load_tokenizer, special_ids, vocabulary_size
+from preprocessing.tokenizer import load_tokenizer, roles_to_record, special_ids, vocabulary_size
 
-_END_TOKENS = ("<s>", "</s>", "<pad>", "<|endoftext|>", "[CLS]", "[SEP]", "[PAD]")  # taken off where they are special
 _SAVE_SECONDS = 10.0
 
 
 class DocumentImporter:
     """Blocks to documents as shards hold them."""
 
-    def __init__(self, tokenizer: Tokenizer, end: int | None, validation_fraction: float) -> None:
+    def __init__(self, tokenizer: Tokenizer, ends: Collection[int], validation_fraction: float) -> None:
+        """ends: ids that are taken off at either end of a document."""
         self._tokenizer = tokenizer
         self._fraction = validation_fraction
         self._is_special = np.zeros(vocabulary_size(tokenizer), bool)
         self._is_special[special_ids(tokenizer)] = True
         self._is_end = np.zeros_like(self._is_special)
-        known = [tokenizer.token_to_id(token) for token in _END_TOKENS]
-        self._is_end[[number for number in known if number is not None and self._is_special[number]]] = True
-        if end is not None:
-            self._is_end[end] = True
+        self._is_end[list(ends)] = True
 
     def encode(self, files: Sequence[TokenFile], position: Mapping[str, Any], progress: bool) -> Iterator[EncodedChunk]:
         """What lies behind a position. Beside the place in a file it holds, of a document that goes on, `held`, the end
@@ -135,6 +133,7 @@ def import_tokens(
     *,
     form: str = "auto",
     document_end: str | None = None,
+    special_tokens: str = "",
     validation_fraction: float = 0.0,
     shard_size: int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
@@ -142,7 +141,7 @@ def import_tokens(
 ) -> Totals | None:
     """Token files to a shard folder; None if the folder was complete already. Raises CommandError or ShardError."""
     tokenizer = load_tokenizer(tokenizer_path)
-    end = _end_id(document_end, tokenizer)
+    special, end = read_special_tokens(tokenizer_path, special_tokens), _end_id(document_end, tokenizer)
     sources, files = find_token_files(inputs, form, end)
     plan = FolderPlan(
         folder=output,
@@ -156,6 +155,7 @@ def import_tokens(
             "document_end": end,
             "validation_fraction": validation_fraction,
             "shard_size": shard_size,
+            **roles_to_record(tokenizer_path, special_tokens),
         },
         splits=("train", "validation") if validation_fraction else ("",),
     )
@@ -164,7 +164,8 @@ def import_tokens(
         if slices is None:
             return None
         if not slices.progress.complete:
-            importer = DocumentImporter(tokenizer, end, validation_fraction)
+            ends = special.ends | ({end} if end is not None else set())
+            importer = DocumentImporter(tokenizer, ends, validation_fraction)
             chunks = importer.encode(sources, slices.progress.position, progress)
             slices.write(_while_unchanged(chunks, files))
     totals = folder.assemble()
@@ -225,6 +226,7 @@ def command(arguments: argparse.Namespace) -> int:
         arguments.tokenizer_path,
         form=arguments.format,
         document_end=arguments.document_end,
+        special_tokens=arguments.special_tokens,
         validation_fraction=arguments.validation_fraction,
         shard_size=arguments.shard_size,
         overwrite=arguments.overwrite,

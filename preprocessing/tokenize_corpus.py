@@ -47,7 +47,7 @@ from preprocessing.readers import Position, layout_of, read_chunks
 from preprocessing.resumable_output import FolderPlan, OutputFolder, number_of_parts
 from preprocessing.slices import EncodedChunk, SliceWriter
 from preprocessing.tokenize_pool import EncoderSettings, encode_in_order
-from preprocessing.tokenizer import load_tokenizer, vocabulary_size
+from preprocessing.tokenizer import load_tokenizer, roles_to_record, vocabulary_size
 
 _TOTALS = ("documents", "words", "tokens")
 
@@ -187,6 +187,7 @@ def _plan(files: Sequence[InputFile], output: Path, settings: EncoderSettings, s
             "other_files": settings.other_files,
             "validation_fraction": settings.validation_fraction,
             "shard_size": shard_size,
+            **roles_to_record(settings.tokenizer_path, settings.special_tokens),
         },
         splits=("train", "validation") if settings.validation_fraction else ("",),
         skip_bad_lines=settings.skip_bad_lines,
@@ -273,6 +274,7 @@ def command(arguments: argparse.Namespace) -> int:
         arguments.skip_bad_lines,
         arguments.validation_fraction,
         arguments.other_files,
+        arguments.special_tokens,
     )
     if arguments.merge:
         result = merge_parts(files, arguments.output, settings, arguments.parts, shard_size=arguments.shard_size)

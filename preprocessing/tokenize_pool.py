@@ -32,6 +32,7 @@ class EncoderSettings:
     skip_bad_lines: bool = False
     validation_fraction: float = 0.0
     other_files: str | None = None  # what files with an unknown suffix are read as
+    special_tokens: str = ""  # roles, as --special_tokens has them; for the manifest alone
 
 
 class ChunkEncoder:

@@ -30,6 +30,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from data.shards import ShardError, tokenizer_hash
+from data.special_tokens import MANIFEST_KEY, read_special_tokens, special_tokens, tokenizer_file
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>", "<mask>", *(f"<special_{number}>" for number in range(11)))
 ALPHABET = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))  # one character for each of the 256 bytes
@@ -117,26 +118,28 @@ def wordpiece_model(vocabulary: dict[str, int]) -> models.WordPiece:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads a tokenizer.json for encoding corpora: "</s>" in a text is text, nothing is padded, nothing is cut.
-
-    Raises ShardError where the file is no tokenizer or its first special tokens are not the ones that training uses."""
+    """Reads a tokenizer.json, or the one in a folder, for encoding corpora: "</s>" in a text is text, nothing is
+    padded, nothing is cut. Raises ShardError where the file is no tokenizer."""
+    path = tokenizer_file(path)
     tokenizer_hash(path)  # its errors are the clear ones
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ShardError(f"{path} is not a tokenizer that the tokenizers library can read ({error})") from None
-    for number, token in enumerate(SPECIAL_TOKENS[:5]):
-        if tokenizer.token_to_id(token) != number:
-            found = tokenizer.token_to_id(token)
-            has = f"no {token}" if found is None else f"{token} at id {found}"
-            raise ShardError(
-                f"the tokenizer {path} has {has}, but training expects {' '.join(SPECIAL_TOKENS[:5])} at ids 0 to 4; "
-                "make one with preprocessing/train_tokenizer.py"
-            )
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def roles_to_record(path: str | Path, given: str = "") -> dict[str, str]:
+    """What the manifest of shards says of the special tokens: nothing where their copy of tokenizer.json says it alone.
+
+    Raises ShardError, one sentence, where the tokenizer lacks a token that training needs whatever its flags."""
+    found = read_special_tokens(path, given)
+    found.require(("bos", "pad", "mask"), f"--tokenizer_path {path}")
+    alone = special_tokens(tokenizer_file(path).read_text(encoding="utf-8"))
+    return {} if alone.tokens == found.tokens else {MANIFEST_KEY: str(found)}
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:

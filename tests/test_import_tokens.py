@@ -160,7 +160,7 @@ def test_documents_longer_than_a_block_stay_whole(tokenizer_path, tmp_path, draw
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_readers, "_BLOCK_TOKENS", block)
         found, _ = token_readers.find_token_files([path], "auto", 2)
-        encode = import_tokens.DocumentImporter(tokenizer, 2, 0.0).encode
+        encode = import_tokens.DocumentImporter(tokenizer, {1, 2, 3}, 0.0).encode
         chunks = list(encode(found, {}, False))
         position = chunks[stop - 1].position if 0 < stop <= len(chunks) else {}
         rest = list(encode(found, json.loads(json.dumps(position)), False))

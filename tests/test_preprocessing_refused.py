@@ -219,16 +219,24 @@ def test_summary_uses_the_singular_for_one(tokenizer_path, tmp_path, capsys):
     assert "total: 1 document, 1 word, 3 tokens (3.000 tokens per word) in 1 shard\n" in capsys.readouterr().out
 
 
-def test_foreign_tokenizers(tmp_path, monkeypatch, capsys):
-    """Such as GPT-2's and RoBERTa's: the sentence says what is expected."""
+def test_tokenizers_without_a_role(tmp_path, monkeypatch, capsys):
+    """GPT-2's has neither mask nor padding: the sentence says what to give."""
     monkeypatch.chdir(tmp_path)
     Path("x.txt").write_text("some text")
-    for specials, found in ((["<|endoftext|>"], "no <unk>"), (["<s>", "<pad>", "</s>", "<unk>"], "<unk> at id 3")):
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.add_special_tokens(specials)
-        tokenizer.save("foreign.json")
-        error = refused(capsys, "--input", "x.txt", "--output", "out", "--tokenizer_path", "foreign.json")
-        assert f"has {found}, but training expects <unk> <s> </s> <pad> <mask> at ids 0 to 4; make one with" in error
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save("foreign.json")
+    flags = ["--input", "x.txt", "--output", "out", "--tokenizer_path", "foreign.json"]
+    error = refused(capsys, *flags)
+    assert "--tokenizer_path foreign.json has no token for pad (pads), mask (hides a word); name tokens" in error
+    assert "--special_tokens pad=TOKEN,mask=TOKEN" in error
+    assert "special_tokens.py TOKENIZER --output FOLDER --add pad mask" in error
+    for given, says in (
+        ("mask=[MASK]", "mask=[MASK]: the tokenizer foreign.json has no such token"),
+        ("mask", "'mask' is not of the form ROLE=TOKEN"),
+        ("mask=<|endoftext|>", "<|endoftext|> is both mask and bos"),
+    ):
+        assert says in refused(capsys, *flags, "--special_tokens", given)
 
 
 def test_bad_flags(capsys):
