@@ -69,7 +69,8 @@ def main(
             summary = describe(inputs, world, split, state.parameters, state.step, pairs.summary if pairs else "")
             print(summary, flush=True)
         status = StatusFile(config.run_folder, world.environment, config.max_steps)
-        conditions = StopConditions(config, end.signals, world.environment, start.attempt, state.checkpoint_bytes)
+        size, hours = state.checkpoint_bytes, start.hours
+        conditions = StopConditions(config, end.signals, world.environment, start.attempt, size, hours)
         evaluations = Evaluations(inputs, pairs, plugins, conditions.wanted)
         owed = evaluations.owed(state.step, start.metrics)
         if state.step == config.max_steps and not owed:
@@ -126,6 +127,7 @@ def run_steps(
 
         waited = loader.advance()
         step = train_step(state, batch, targets, config, plan)  # micro-batches, all_reduce, clipping, LAMB, EMA
+        step.metrics.update(inputs.words_after(state.step))
         log.log_steps(metrics.push(step, loader_wait_seconds=waited))
 
         evaluates = evaluations.due(state.step)  # validation and samples, plugins, minimal pairs

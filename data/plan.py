@@ -174,6 +174,10 @@ class DataPlan:
         """Tokens in all global batches before `step` (0 .. max_steps), all objectives together."""
         return self.schedule.tokens_before(step)
 
+    def objective_tokens_before(self, step: int) -> list[int]:
+        """Tokens of each objective in all global batches before `step` (0 .. max_steps)."""
+        return self._token_sums[:, step].tolist()
+
     def objective_tokens(self, objective: int) -> int:
         """Tokens that the whole run reads from an objective's stream."""
         return int(self._token_sums[objective][-1])

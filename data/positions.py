@@ -75,6 +75,18 @@ def parse_position(text: str) -> Position:
     return Position(number, unit)
 
 
+def parse_amount(text: str, unit: str) -> Position:
+    """So many tokens, words or epochs, more than none: `10M`, `0.5`; the unit's own letter may follow (`10Mt`).
+
+    Raises PositionError.
+    """
+    letter = _LETTERS[unit]
+    amount = parse_position(text.strip().removesuffix(letter) + letter)
+    if not amount.value:
+        raise PositionError(f"{text!r} is no {unit} at all; {FORMS}")
+    return amount
+
+
 class Exposure(NamedTuple):
     """What a corpus holds, by which tokens are counted in epochs and in words.
 

@@ -74,7 +74,8 @@ def reports_table(reports: Sequence[TaskReport]) -> str:
     flags = _swept([report.task for report in reports])
     rows = []
     for report in reports:
-        task, step = report.task, "" if report.step is None else f"{report.step}/{report.task.max_steps}"
+        task, step = report.task, "" if report.step is None else str(report.step)
+        step += f"/{task.max_steps}" * bool(step and task.max_steps)
         rows.append([task.index, task.name, *_values(task, flags), report.state, step, report.reason])
     return format_table(["task", "run", *flags, "state", "step", "reason"], rows)
 

@@ -95,7 +95,7 @@ def _requeue(
         nodes, note = preemption.plan_exclusion(environment.job_id, host, blamed)
     outcome, answer = preemption.requeue(environment.job_id, environment.restart_count)
     if outcome == preemption.REQUEUED:
-        write_status(config.run_folder, environment, REQUEUED, cause, step, config.max_steps)
+        write_status(config.run_folder, environment, REQUEUED, cause, step, _last_step(config, status))
         # Only now, since a running job cannot be changed
         if nodes and (refusal := preemption.exclude_nodes(environment.job_id, nodes)):
             nodes, note = [], f"{host} is not excluded: {refusal}"
@@ -105,13 +105,18 @@ def _requeue(
     return _fail(config, environment, status, exit_code, f"{cause}; job {environment.job_id} is not requeued: {reason}")
 
 
+def _last_step(config: TrainingConfig, status: Status | None) -> int:
+    """Steps of the whole run: as it has counted them, where a budget in other units gives its length."""
+    return config.max_steps if status is None else status.max_steps
+
+
 def _fail(
     config: TrainingConfig, environment: Environment, status: Status | None, exit_code: int, cause: str
 ) -> tuple[int, str]:
     if status is not None and status.state in (RUNNING, FAILED):  # rank 0 may have died before it wrote so
         step = newest_step(*checkpoint_folders(config.run_folder))
         with contextlib.suppress(OSError):  # a full disk
-            write_status(config.run_folder, environment, FAILED, cause, step, config.max_steps)
+            write_status(config.run_folder, environment, FAILED, cause, step, status.max_steps)
     return exit_code or BUG.code, f"job {environment.job_id} failed: {cause}"
 
 

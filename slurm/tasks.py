@@ -19,7 +19,7 @@ def to_arguments(config: TrainingConfig) -> list[str]:
     found = []
     for name, spec in FIELDS.items():
         value = getattr(config, name)
-        if value == spec.default:
+        if value == spec.default and not (name == "max_steps" and config.max_hours and config.budget is None):
             continue
         if isinstance(value, bool):
             found.append(f"--{name}" if value else f"--no-{name}")
@@ -72,7 +72,8 @@ def plan_tasks(arguments: Sequence[str], axes: Sequence[Axis], folder: Path) -> 
         if len(config.name.encode()) > _LONGEST_NAME:
             raise SweepError(f"the run's name {config.name!r} is too long for a folder; shorten --name or sweep less")
         run_folder = str(config.run_folder)
-        tasks.append(Task(index, config.name, run_folder, config.max_steps, values, to_arguments(config)))
+        steps = config.max_steps if config.budget is None else 0
+        tasks.append(Task(index, config.name, run_folder, steps, values, to_arguments(config)))
     return tasks
 
 

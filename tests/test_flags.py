@@ -33,6 +33,8 @@ NEEDED = TrainingConfig(train_path="a", config_file="b", tokenizer_path="c", nam
         ({"mask_p_end": 1.1}, "--mask_p_end is 1.1; it is a fraction and must be between 0 and 1"),
         ({"ema_decay": 1.0}, "--ema_decay is 1.0; it must be at least 0 and below 1"),
         ({"length_milestones": (0.9, 0.7)}, "--length_milestones is '0.9,0.7'; it must be rising numbers above 0 and"),
+        ({"max_words": "10Mt"}, "--max_words is '10Mt'; it is a number of words above 0, such as"),
+        ({"max_epochs": "0"}, "--max_epochs is '0'; it is a number of epochs above 0, such as"),
         ({"save_steps": (0, 5)}, "--save_steps is '0,5'; steps count from 1"),
         (
             {"hybrid_numerator_end": 17},
@@ -69,7 +71,8 @@ def test_group_decides_what_a_resumed_run_may_change():
     exceptions = {
         name for name, spec in FIELDS.items() if spec.metadata["fixed"] != GROUPS[spec.metadata["group"]].fixed
     }
-    assert exceptions == {"hybrid_split", "local_batch_size"}
+    lengths = {"max_tokens", "max_words", "max_epochs", "max_hours"}  # --max_steps is what they come to
+    assert exceptions == {"hybrid_split", "local_batch_size", *lengths}
     assert {name for name, group in GROUPS.items() if group.fixed} == {"objective", "batches", "optimization"}
     assert {spec.metadata["group"] for spec in FIELDS.values()} == GROUPS.keys()
 

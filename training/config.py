@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from data.cli import Parser, closest, shown
+from data.positions import Position, parse_amount
 from ops import reference
-from training.flags import GROUPS, ConfigError, Flags, float_list, int_list, text_list
+from training.flags import GROUPS, ConfigError, Flags, amount, float_list, int_list, text_list
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,12 @@ class TrainingConfig(Flags):
         return Path(self.output_dir) / self.name
 
     @property
+    def budget(self) -> tuple[str, Position] | None:
+        """The flag that gives the run's length in another unit than steps, and how much; None: in steps."""
+        given = next((name for name in _BUDGETS[1:] if getattr(self, name)), None)
+        return None if given is None else (given, parse_amount(getattr(self, given), given.removeprefix("max_")))
+
+    @property
     def numerator_end(self) -> int | None:
         """hybrid_numerator_end as DataPlan wants it."""
         return None if self.hybrid_numerator_end < 0 else self.hybrid_numerator_end
@@ -49,8 +56,10 @@ class TrainingConfig(Flags):
 
 FIELDS = {f.name: f for f in dataclasses.fields(TrainingConfig)}
 LATER_FLAGS = {name: spec.metadata["later"] for name, spec in FIELDS.items() if spec.metadata["later"]}
+_BUDGETS = ("max_steps", "max_tokens", "max_words", "max_epochs")  # a run has one of them
 # What other programs call flags of ours that no likeness of letters would find.
 _OTHER_NAMES = {
+    "num_epochs": "--max_epochs", "num_train_epochs": "--max_epochs", "epochs": "--max_epochs",
     "input_path": "--train_path (and --valid_path)", "warmup_steps": "--warmup_proportion", "lr": "--learning_rate",
     "batch_size": "--global_batch_size", "dtype": "--mixed_precision or --no-mixed_precision",
     "bf16": "--mixed_precision", "fp16": "--mixed_precision", "max_length": "--seq_length",
@@ -164,6 +173,9 @@ def _typed(name: str, value: Any, path: str) -> Any:
     elif kind is float:
         fits = isinstance(value, int | float) and not isinstance(value, bool)
         value = float(value) if fits else value
+    elif kind is amount:
+        fits = isinstance(value, str | int | float) and not isinstance(value, bool)
+        value = str(value) if fits else value
     else:
         fits = isinstance(value, kind) and not isinstance(value, bool)
     choices = spec.metadata["choices"]
@@ -185,7 +197,24 @@ def parse_config(arguments: Sequence[str], description: str) -> TrainingConfig:
         parser.refuse(unknown[0])
     given = vars(known)
     recipe = given.pop("recipe", "")
-    return TrainingConfig(**{**(read_recipe(recipe) if recipe else {}), **given})
+    return TrainingConfig(**_with_one_budget(read_recipe(recipe) if recipe else {}, given))
+
+
+def _with_one_budget(recipe: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Flags of a recipe and the command line, which wins; one says how long the run is. Raises ConfigError."""
+    for values, place in ((recipe, " in the recipe"), (given, "")):
+        several = [f"--{name}" for name in _BUDGETS if name in values]
+        if len(several) > 1:
+            raise ConfigError(f"{several[0]} and {several[1]}{place} both say how long the run is; give one of them")
+    if any(name in given for name in _BUDGETS):
+        recipe = {name: value for name, value in recipe.items() if name not in _BUDGETS}
+    values = {**recipe, **given}
+    if values.get("max_hours") and not any(name in values for name in _BUDGETS):
+        raise ConfigError(
+            f"--max_hours is {values['max_hours']:g}, which ends a run early but gives the schedules no length; give "
+            "--max_steps, --max_tokens, --max_words or --max_epochs, too"
+        )
+    return values
 
 
 def check_environment() -> None:

@@ -16,6 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data.flag_rules import (
+    DECAY,
+    FOLDER_NAME,
+    FRACTION,
+    POSITIVE,
+    REQUIRED,
+    RISING,
+    STEPS,
+    Rule,
+    amount,
+    amount_of,
+    at_least,
+    float_list,
+    int_list,
+    text_list,
+)
 from training.errors import UserError
 
 
@@ -44,31 +60,6 @@ GROUPS = {
 # Rules of single flags
 
 
-class Rule(NamedTuple):
-    """A test of a flag's value, and what to say of one that fails it."""
-
-    holds: Callable[[Any], bool]
-    text: str
-
-
-def at_least(least: int, reason: str = "") -> Rule:
-    return Rule(lambda value: value >= least, f"it must be at least {least}" + f": {reason}" * bool(reason))
-
-
-def _rises(values: tuple[float, ...]) -> bool:
-    """Whether values are distinct, in order, above 0 and at most 1."""
-    return list(values) == sorted(set(values)) and all(0 < value <= 1 for value in values)
-
-
-REQUIRED = Rule(bool, "it is required")
-FOLDER_NAME = Rule(lambda value: "/" not in value and value not in (".", ".."), "it names a folder: no slashes")
-POSITIVE = Rule(lambda value: value > 0, "it must be above 0")
-FRACTION = Rule(lambda value: 0 <= value <= 1, "it is a fraction and must be between 0 and 1")
-DECAY = Rule(lambda value: 0 <= value < 1, "it must be at least 0 and below 1")
-RISING = Rule(_rises, "it must be rising numbers above 0 and at most 1, such as 0.7,0.9")
-STEPS = Rule(lambda values: all(step >= 1 for step in values), "steps count from 1")
-
-
 def problem(name: str, spec: dataclasses.Field, value: Any) -> str:
     """What a flag's own rules have against a value, as a sentence; "" where they hold."""
     shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
@@ -86,23 +77,6 @@ class Later(NamedTuple):
     before: Any  # what runs did that began before there was such a flag
     now: Any  # what new runs do where it is not given
     note: str  # for those who resume a run from before
-
-
-def float_list(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(",") if part.strip())
-
-
-def int_list(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part.strip())
-
-
-def text_list(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-float_list.__name__ = "comma-separated numbers"  # in argparse's errors
-int_list.__name__ = "comma-separated whole numbers"
-text_list.__name__ = "comma-separated texts"
 
 
 def _flag(
@@ -128,6 +102,11 @@ def _flag(
         "later": later,
     }
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def _budget(unit: str, text: str) -> Any:
+    """A flag that gives the run's length in another unit than steps; what a resume compares is its --max_steps."""
+    return _flag("", text, "optimization", amount_of(unit), kind=amount, fixed=False)
 
 
 def _optimizer_names() -> tuple[str, ...]:
@@ -233,6 +212,21 @@ class Flags:
 
     # optimization
     max_steps: int = _flag(15625, "optimizer steps of the whole run", "optimization", at_least(1))
+    max_tokens: str = _budget(
+        "tokens",
+        "length of the run in tokens of all objectives' rows instead of steps, such as 10G: the fewest steps that use "
+        "them up",
+    )
+    max_words: str = _budget("words", "the same in words, such as 100M, as tokenize_corpus.py counts them")
+    max_epochs: str = _budget("epochs", "the same in epochs: the corpus' tokens once, whichever objective reads them")
+    max_hours: float = _flag(
+        0.0,
+        "hours, of all starts together, after which the run saves and ends early (0: none); schedules follow the "
+        "length in steps, tokens, words or epochs",
+        "optimization",
+        at_least(0),
+        fixed=False,
+    )
     learning_rate: float = _flag(1e-2, "peak learning rate", "optimization", POSITIVE)
     warmup_proportion: float = _flag(0.016, "fraction of steps with linear warm-up", "optimization", FRACTION)
     cooldown_proportion: float = _flag(

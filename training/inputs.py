@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from data.batch_schedule import BatchSchedule
 from data.corpus import Corpus
 from data.loader import BatchBuilder, Loader, ValidationSet
 from data.masking import MaskingOptions
+from data.objectives import OBJECTIVES
 from data.plan import DataPlan, resolve_split
+from data.positions import PositionError, steps_for
 from data.shards import tokenizer_hash
 from model import ModelConfig, ModelConfigError
 from training.checkpoint import training_flags
@@ -50,6 +53,14 @@ class Inputs:
     def on_device(self, device: torch.device) -> Inputs:
         """These inputs with the flags filled in whose default depends on the device."""
         return dataclasses.replace(self, config=resolve_device_defaults(self.config, device))
+
+    def words_after(self, step: int) -> dict[str, int]:
+        """`stats/words` and `stats/NAME_words`: words seen after `step` steps; empty where they are not known."""
+        if not self.corpus.exposure.words_per_token:
+            return {}
+        tokens = self.plan.objective_tokens_before(step)
+        words = {f"stats/{o.name}_words": part for o, part in zip(OBJECTIVES, tokens, strict=True)}
+        return {key: self.corpus.exposure.words_in(each) for key, each in {"stats/words": sum(tokens), **words}.items()}
 
     def loader(self, world: World, split: str, start_step: int) -> Loader:
         """The batches of this rank from `start_step` on."""
@@ -120,6 +131,19 @@ def make_plan(config: TrainingConfig) -> DataPlan:
     )
 
 
+def _with_steps(config: TrainingConfig, corpus: Corpus) -> TrainingConfig:
+    """`config` with the number of steps that spends its budget in tokens, words or epochs. Raises ConfigError."""
+    if config.budget is None:
+        return config
+    flag, amount = config.budget
+    sizes = (config.seq_length, config.global_batch_size, config.batch_reduction, config.length_milestones)
+    try:
+        steps = steps_for(corpus.exposure.tokens_of(amount), lambda steps: BatchSchedule(steps, *sizes))
+    except PositionError as error:
+        raise ConfigError(f"--{flag} {getattr(config, flag)}: {error}") from error
+    return dataclasses.replace(config, max_steps=steps)
+
+
 def _with_later_flags(config: TrainingConfig) -> TrainingConfig:
     """`config` with LATER_FLAGS filled in where they were not given: as the run to resume has them."""
     left = [name for name in LATER_FLAGS if getattr(config, name) is None]
@@ -164,6 +188,7 @@ def read_inputs(config: TrainingConfig) -> Inputs:
         valid = Corpus(config.valid_path, tokenizer_hash=identity, bos_id=options.bos_id, eos_id=eos)
         held_out = ValidationSet(valid, dataclasses.replace(options, even=False), config.seq_length, rows=rows)
         _refuse_shared(config, corpus, valid)
+    config = _with_steps(config, corpus)
     plan = make_plan(config)
     if plan.smallest_batch < 1:
         raise ConfigError(

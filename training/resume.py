@@ -61,12 +61,14 @@ class Start:
     """Where a run starts: on all ranks its checkpoint (None: step 0), on rank 0 alone its folder and attempt.
 
     metrics: on all ranks, what metrics.jsonl has of the checkpoint's step, where the run is not finished.
+    hours: on rank 0, those that the run has taken up to its checkpoint in all of its starts.
     """
 
     checkpoint: Checkpoint | None
     metrics: list[dict[str, Any]]
     folder: RunFolder | None
     attempt: Attempt | None
+    hours: float | None
 
 
 def open_run(inputs: Inputs, world: World, stack: ExitStack) -> Start:
@@ -95,7 +97,10 @@ def open_run(inputs: Inputs, world: World, stack: ExitStack) -> Start:
     if world.is_main:
         for note in notes:
             print(f"note: {note}", flush=True)
-    return Start(checkpoint, metrics, opened[0] if opened else None, attempts[0] if attempts else None)
+    folder = opened[0] if opened else None
+    own = checkpoint is not None and checkpoint.path.parent in checkpoint_folders(inputs.config.run_folder)
+    hours = None if folder is None else float(checkpoint.record.get("hours", 0)) if checkpoint and own else 0.0
+    return Start(checkpoint, metrics, folder, attempts[0] if attempts else None, hours)
 
 
 def was_restarted(environment: Environment) -> bool:
@@ -357,6 +362,7 @@ class Saver:
         inputs = self._inputs
         return {
             "tokens": inputs.plan.tokens_before(step),
+            "hours": round(self._conditions.hours, 4),
             "flags": inputs.config.to_dict(),
             "data": inputs.data_identity,
             "held_out": inputs.held_out_identity,

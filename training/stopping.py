@@ -43,7 +43,8 @@ _LOOK_SECONDS = 5.0  # between readings of the run folder's attempts
 _ASSUMED_BYTES_PER_SECOND = 2e8  # of a save, until one has been measured
 
 PROBLEM, INTERRUPT, SUPERSEDED, PREEMPTION = "problem", "interrupt", "superseded", "preemption"
-_PRIORITY = (PROBLEM, INTERRUPT, SUPERSEDED, PREEMPTION)
+SPENT = "spent"  # the hours that a run may take
+_PRIORITY = (PROBLEM, INTERRUPT, SUPERSEDED, SPENT, PREEMPTION)
 
 _Batch = TypeVar("_Batch")
 
@@ -87,8 +88,8 @@ def until_stop(batches: Iterable[_Batch], world: World, wanted: Callable[[], boo
 class StopConditions:
     """Everything that may end a run early, looked at without waiting for anything: once a step, and during evaluations.
 
-    Signals count on every rank. Rank 0 (the one with an `attempt`) also watches the clock and the run folder.
-    request: what was found; it stays.
+    Signals count on every rank. Rank 0 (the one with `hours`: those that the run has taken before) also watches the
+    clock, and in a job (with an `attempt`) its time limit and the run folder. request: what was found; it stays.
     """
 
     def __init__(
@@ -98,10 +99,13 @@ class StopConditions:
         environment: Environment,
         attempt: Attempt | None,
         checkpoint_bytes: int,
+        hours: float | None = None,
     ):
         self._margin = config.time_limit_margin
         self._signals, self._attempt = signals, attempt
         self._limit = TimeLimit(environment) if attempt is not None else None
+        self._began, self._hours_before = time.monotonic(), hours or 0.0
+        self._max_hours = config.max_hours if hours is not None else 0.0
         self._save_seconds = checkpoint_bytes / _ASSUMED_BYTES_PER_SECOND
         self._round_seconds, self._round_began, self._rounds, self._measured = 0.0, time.monotonic(), 0, False
         self._next_look = 0.0
@@ -115,6 +119,11 @@ class StopConditions:
         """A save has taken `seconds`: the slowest counts, and until the first an estimate."""
         self._save_seconds = max(self._save_seconds, seconds) if self._measured else seconds
         self._measured = True
+
+    @property
+    def hours(self) -> float:
+        """Hours that the run has taken in all of its starts; what a start did after its last checkpoint is left out."""
+        return self._hours_before + (time.monotonic() - self._began) / 3600
 
     @property
     def lead(self) -> float:
@@ -148,6 +157,8 @@ class StopConditions:
             self._next_look = now + _LOOK_SECONDS
             if self._attempt.superseded():
                 return Stop(SUPERSEDED, "a newer start of the same job")
+        if self._max_hours and self.hours + (lead - self._margin) / 3600 >= self._max_hours:
+            return Stop(SPENT, f"--max_hours {self._max_hours:g}")
         if self._limit is not None and self._limit.reached(lead):
             return Stop(PREEMPTION, f"the job's time limit in {self._limit.seconds_left or 0:.0f} seconds")
         return None

@@ -81,6 +81,18 @@ def _batch_line(inputs: Inputs, step: int, world: World) -> str:
     )
 
 
+def _amounts_line(inputs: Inputs) -> str:
+    """Tokens and words of the run, and the budget that they spend."""
+    config, exposure = inputs.config, inputs.corpus.exposure
+    tokens = inputs.plan.tokens_before(config.max_steps)
+    line = f"{tokens:,} tokens" + (f", {exposure.words_in(tokens):,} words" if exposure.words_per_token else "")
+    if config.budget is not None:
+        flag, amount = config.budget
+        line += f" in {count(config.max_steps, 'step')}, the fewest that use up --{flag} {getattr(config, flag)}"
+        line += f" ({exposure.tokens_of(amount):,} tokens)" * (amount.unit != "tokens")
+    return line + f"; ends early after {config.max_hours:g} hours" * bool(config.max_hours)
+
+
 def _validation_line(inputs: Inputs) -> str:
     held_out, longest = inputs.held_out, inputs.held_out_longest
     if held_out is None:
@@ -129,7 +141,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
         f"split {split}{hint}",
         "batch, start": _batch_line(inputs, 0, world),
         "batch, end": _batch_line(inputs, last, world),
-        "in all": f"{plan.tokens_before(config.max_steps):,} tokens",
+        "in all": _amounts_line(inputs),
         "schedule": ", ".join(milestones),
         "optimizer": _optimizer_line(config),
         "memory": f"about {_bytes(need)} of tensors a device (estimate; up to a fifth more is held in reserve)",
