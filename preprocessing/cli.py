@@ -118,7 +118,8 @@ def add_input_flags(parser: Parser) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders (searched to the bottom, links included) or globs in quotes: .txt (a blank line between "
+        help="files, folders (searched to the bottom, links included) or globs in quotes, here or on a server (hf://, "
+        "s3://, gs://, https://): .txt (a blank line between "
         "documents), .jsonl, .ndjson or .json.gz (a JSON string or object a line), each also as .gz, .bz2, .xz or "
         ".zst, .parquet and .arrow; named as files or by a glob, .train, .dev and .test are read as .txt, .json as "
         ".jsonl",

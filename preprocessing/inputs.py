@@ -7,10 +7,12 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from io import BufferedReader
+from pathlib import Path, PurePath
 
 from data.wording import count
 from preprocessing.cli import CommandError
+from preprocessing.remote import describe_remote, is_remote, list_remote, open_remote
 
 _KINDS = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 # Read where a file or a glob names them. BabyLM's .train, .dev and .test: a folder of them would mix training and
@@ -34,12 +36,17 @@ class CorpusError(CommandError):
 class InputFile:
     """One file of the input. `name` is relative to what the user named, so it does not depend on where that lies."""
 
-    path: Path
+    path: Path | str  # str: the URL of a remote file
     name: str
     kind: str  # "text", "jsonl", "parquet" or "arrow"
     compression: str  # "", ".gz", ".bz2", ".xz" or ".zst"
     size: int  # bytes on the disk
-    modified: int  # nanoseconds since 1970
+    modified: int  # nanoseconds since 1970; of a remote file RemoteFile.version
+
+    @property
+    def place(self) -> str:
+        """Where it lies, the same for all ways to name it."""
+        return self.path if isinstance(self.path, str) else str(self.path.resolve())
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class _Unread:
 
     remedy: str
     what: str  # its suffix, or what else is special about it
-    path: Path
+    path: Path | str
 
 
 def find_inputs(arguments: Sequence[str | Path], other_files: str | None = None) -> list[InputFile]:
@@ -58,13 +65,12 @@ def find_inputs(arguments: Sequence[str | Path], other_files: str | None = None)
     and has no bytes, or is named twice."""
     unread: list[_Unread] = []
     found = [file for argument in arguments for file in _expand(str(argument), other_files, unread)]
-    seen: dict[Path, Path] = {}
+    seen: dict[str, Path | str] = {}
     for file in found:
-        resolved = file.path.resolve()
-        if resolved in seen:
-            also = f", also as {seen[resolved]}" if seen[resolved] != file.path else ""
+        if file.place in seen:
+            also = f", also as {seen[file.place]}" if seen[file.place] != file.path else ""
             raise CorpusError(f"--input names {file.path} twice{also}; name each file once")
-        seen[resolved] = file.path
+        seen[file.place] = file.path
     if unread:
         print(f"note: of --input, {_account(unread)}", flush=True)
     return found
@@ -85,15 +91,27 @@ def files_of_part(files: Sequence[InputFile], part: int, parts: int) -> list[Inp
 
 def check_unchanged(file: InputFile) -> None:
     """Raises CorpusError if a file is no longer as it was when it was found: what is stored would be neither."""
-    status = file.path.stat()
-    if (status.st_size, status.st_mtime_ns) != (file.size, file.modified):
+    if isinstance(file.path, str):
+        (remote,) = describe_remote([file.path])
+        size, modified = remote.size, remote.version
+    else:
+        status = file.path.stat()
+        size, modified = status.st_size, status.st_mtime_ns
+    if (size, modified) != (file.size, file.modified):
         raise CorpusError(
-            f"{file.path} was changed while this was at work ({file.size:,} bytes before, {status.st_size:,} now); "
+            f"{file.path} was changed while this was at work ({file.size:,} bytes before, {size:,} now); "
             "begin again when nothing writes to it any more"
         )
 
 
+def open_input(file: InputFile) -> BufferedReader:
+    """The bytes of a file as they are stored."""
+    return open_remote(file.path, file.size) if isinstance(file.path, str) else open(file.path, "rb")
+
+
 def _expand(argument: str, other_files: str | None, unread: list[_Unread]) -> list[InputFile]:
+    if is_remote(argument):
+        return _remote_files(argument, other_files, unread)
     path = Path(argument)
     if path.is_dir():
         return _folder_files(path, other_files, unread)
@@ -108,6 +126,27 @@ def _expand(argument: str, other_files: str | None, unread: list[_Unread]) -> li
     if not files:
         raise CorpusError(f"--input {argument} matches no file; check the glob and put it in quotes")
     return files
+
+
+def _remote_files(argument: str, other_files: str | None, unread: list[_Unread]) -> list[InputFile]:
+    names, is_folder = list_remote(argument)
+    urls = list(names)
+    here: list[_Unread] = []
+    if is_folder:
+        hidden = {url for url in urls if any(part.startswith(".") for part in names[url].split("/"))}
+        found = {url: _Unread(_RENAME, "hidden", url) if url in hidden else _unread(url, other_files) for url in urls}
+        here = [each for each in found.values() if each]
+        urls = [url for url, each in found.items() if each is None]
+    if not urls and is_folder:
+        raise CorpusError(f"--input {argument} holds no {_READABLE}: {_account(here) if here else 'it is empty'}")
+    if not urls:
+        raise CorpusError(f"--input {argument} matches no file; check the glob and put it in quotes")
+    unread += here
+    kinds = [_known_kind(url, names[url], other_files) for url in urls]
+    return [
+        _checked(InputFile(file.url, names[file.url], kind, _suffixes(names[file.url])[1], file.size, file.version))
+        for file, kind in zip(describe_remote(urls), kinds, strict=True)
+    ]
 
 
 def _folder_files(folder: Path, other_files: str | None, unread: list[_Unread]) -> list[InputFile]:
@@ -140,7 +179,7 @@ def _inside(folder: Path, other_files: str | None, above: tuple[Path, ...] = ())
                 yield _unread(path, other_files) or path
 
 
-def _unread(path: Path, other_files: str | None) -> _Unread | None:
+def _unread(path: Path | str, other_files: str | None) -> _Unread | None:
     """Why a file in a folder is not read, None if it is."""
     suffix, compression = _suffixes(path)
     what = suffix + compression or "without suffix"
@@ -149,32 +188,43 @@ def _unread(path: Path, other_files: str | None) -> _Unread | None:
     return None if _kind(path, other_files) else _Unread(_UNPACK if _is_archive(path) else _FLAG, what, path)
 
 
-def _suffixes(path: Path) -> tuple[str, str]:
+def _suffixes(path: Path | str) -> tuple[str, str]:
     """The suffix that tells the format, and the compression's ("" for none)."""
-    last = path.suffix.lower()
-    return (Path(path.stem).suffix.lower(), last) if last in _COMPRESSIONS else (last, "")
+    name = PurePath(path)
+    last = name.suffix.lower()
+    return (PurePath(name.stem).suffix.lower(), last) if last in _COMPRESSIONS else (last, "")
 
 
-def _is_archive(path: Path) -> bool:
+def _is_archive(path: Path | str) -> bool:
     suffix, compression = _suffixes(path)
     return suffix in _ARCHIVES or (suffix in (".parquet", ".arrow") and compression != "")
 
 
-def _kind(path: Path, other_files: str | None) -> str | None:
+def _kind(path: Path | str, other_files: str | None) -> str | None:
     """What a file holds; None where neither its name nor a flag says so."""
     suffix, _ = _suffixes(path)
     return None if _is_archive(path) else _KINDS.get(suffix) or _KINDS_IF_NAMED.get(suffix) or other_files
 
 
-def _describe(path: Path, name: str, other_files: str | None) -> InputFile:
-    kind = _kind(path, other_files)
+def _known_kind(path: Path | str, name: str, other_files: str | None) -> str:
+    kind = _kind(name, other_files)
     if kind is None:
-        remedy = "unpack it" if _is_archive(path) else f"{_FLAG} it"
+        remedy = "unpack it" if _is_archive(name) else f"{_FLAG} it"
         raise CorpusError(f"--input {path} has no known format ({_READABLE}); {remedy}")
-    compression, status = _suffixes(path)[1], path.stat()
-    if not status.st_size and (compression or kind in ("parquet", "arrow")):
-        raise CorpusError(f"--input {path} has 0 bytes, as after a download that failed; get it again or remove it")
-    return InputFile(path, name, kind, compression, status.st_size, status.st_mtime_ns)
+    return kind
+
+
+def _describe(path: Path, name: str, other_files: str | None) -> InputFile:
+    kind, status = _known_kind(path, name, other_files), path.stat()
+    return _checked(InputFile(path, name, kind, _suffixes(path)[1], status.st_size, status.st_mtime_ns))
+
+
+def _checked(file: InputFile) -> InputFile:
+    if not file.size and (file.compression or file.kind in ("parquet", "arrow")):
+        raise CorpusError(
+            f"--input {file.path} has 0 bytes, as after a download that failed; get it again or remove it"
+        )
+    return file
 
 
 def _account(unread: Sequence[_Unread]) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
-from preprocessing.inputs import CorpusError, InputFile, check_unchanged
+from preprocessing.inputs import CorpusError, InputFile, check_unchanged, open_input
 from preprocessing.tables import open_table
 from preprocessing.tokenizer import cut_place
 
@@ -96,10 +96,15 @@ def read_chunks(
     """The input from `start` to its end. Raises CorpusError for a file that cannot be read, or that changes."""
     layout, start = layout or Layout(), start or Position()
     for index in range(start.file, len(files)):
-        check_unchanged(files[index])
-        for chunk in _file_chunks(files[index], layout, start if index == start.file else Position(file=index)):
-            check_unchanged(files[index])  # before anybody uses the chunk
+        file = files[index]
+        is_remote = isinstance(file.path, str)
+        check_unchanged(file)
+        for chunk in _file_chunks(file, layout, start if index == start.file else Position(file=index)):
+            if not is_remote:
+                check_unchanged(file)  # before anybody uses the chunk
             yield chunk
+        if is_remote:  # a request
+            check_unchanged(file)
 
 
 def _file_chunks(file: InputFile, layout: Layout, position: Position) -> Iterator[Chunk]:
@@ -121,7 +126,7 @@ def _file_chunks(file: InputFile, layout: Layout, position: Position) -> Iterato
 def _opened(file: InputFile) -> Iterator[tuple[io.BufferedReader, BinaryIO]]:
     """The decompressed file and the file on the disk; whatever reading raises becomes a CorpusError."""
     errors: tuple[type[BaseException], ...] = (OSError, EOFError)
-    with open(file.path, "rb") as on_disk:
+    with open_input(file) as on_disk:
         stream: Any = on_disk
         if file.compression == ".gz":
             import zlib
@@ -277,7 +282,7 @@ def _advanced(position: Position, payload: bytes, inside: bool = False) -> Posit
 
 def _table_chunks(file: InputFile, layout: Layout, position: Position) -> Iterator[Chunk]:
     """Cuts after rows. Values travel as bytes: the parser says which row is not UTF-8."""
-    with open_table(file.path, file.kind) as table:
+    with open_table(file.path, file.kind, open_input(file) if isinstance(file.path, str) else None) as table:
         table.check_text(layout.text_field)
         values: list[bytes | None] = []
         columns, done, size = [table.column_of(layout.text_field)], position.offset, 0

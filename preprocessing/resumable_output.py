@@ -106,7 +106,7 @@ class OutputFolder:
         self.can_lock = True
         self._parts_folder = plan.folder / PARTS_NAME
         self._tokenizer = plan.tokenizer_path.read_bytes()  # now: the file may change before the end
-        inputs = [[str(file.path.resolve()), file.size, file.modified] for file in plan.files]
+        inputs = [[file.place, file.size, file.modified] for file in plan.files]
         self._identity = {
             "slices": _SLICES_VERSION,
             "parts": parts,
@@ -276,7 +276,7 @@ class OutputFolder:
         inputs = [(entry["name"], entry["bytes"]) for entry in made_by.get("inputs", [])]
         return {**{name: made_by.get(name) for name in self.plan.options}, "inputs": inputs}
 
-    def _changed_input(self, split: Path, created_by: dict[str, Any]) -> Path | None:
+    def _changed_input(self, split: Path, created_by: dict[str, Any]) -> Path | str | None:
         """The first input that was changed since a manifest was made, although names and sizes are the same."""
         made = (split / MANIFEST_NAME).stat().st_mtime_ns
         for file, then in zip(self.plan.files, created_by["inputs"], strict=True):
