@@ -40,9 +40,9 @@ _MODES = ("masked", "causal", "fused")
 COLUMNS = ("dev masked", "dev causal", *(f"{name} {mode}" for name in _SETS for mode in _MODES), "seconds")
 
 
-def _python(*arguments: object, log: Path | None = None, gpu: int | None = None) -> None:
+def _python(*arguments: object, log: Path | None = None, gpu: str | None = None) -> None:
     """One of the project's commands, to the end. Raises SystemExit with the end of its output where it fails."""
-    device = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    device = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=_ROOT, env={**os.environ, **device}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
@@ -64,7 +64,7 @@ def prepare(folder: Path, corpus: Sequence[Path], dev: Sequence[Path]) -> None:
         print(f"{name}: {manifest['num_words']:,} words, {manifest['num_tokens']:,} tokens")
 
 
-def _one(recipe: Path, seed: int, options: argparse.Namespace, gpu: int | None) -> dict[str, Any]:
+def _one(recipe: Path, seed: int, options: argparse.Namespace, gpu: str | None) -> dict[str, Any]:
     """Train and evaluate; returns the result that NAME_SEED.result.json gets."""
     name, output, data = f"{recipe.stem}_{seed}", options.output, options.data
     run = output / name
@@ -102,9 +102,10 @@ def run_races(options: argparse.Namespace) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     tasks = [(recipe, seed) for seed in options.seeds for recipe in options.recipes]
     tasks = [(path, seed) for path, seed in tasks if not (options.output / f"{path.stem}_{seed}.result.json").exists()]
-    gpus: Queue[int | None] = Queue()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    gpus: Queue[str | None] = Queue()
     for gpu in [*range(torch.cuda.device_count())] * options.per_gpu or [None]:
-        gpus.put(gpu)
+        gpus.put(gpu if gpu is None else visible[gpu] if visible[0] else str(gpu))
 
     def one(recipe: Path, seed: int) -> None:
         gpu = gpus.get()
