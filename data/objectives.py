@@ -70,8 +70,8 @@ def added_objectives() -> list[dict[str, Any]]:
     return [{**asdict(objective), "rows": str(objective.rows)} for objective in OBJECTIVES[2:]]
 
 
-def row_fractions(numerator: int, denominator: int) -> tuple[Fraction, ...]:
-    """Each objective's fraction of all rows, where `numerator` of `denominator` rows that others leave are masked."""
+def row_fractions(ratio: Fraction) -> tuple[Fraction, ...]:
+    """Each objective's fraction of all rows, where `ratio` of the rows that others leave are masked."""
     fixed = [objective.rows for objective in OBJECTIVES[2:]]
-    left, ratio = 1 - sum(fixed), Fraction(numerator, denominator)
+    left = 1 - sum(fixed)
     return left * ratio, left * (1 - ratio), *fixed

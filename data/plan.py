@@ -2,9 +2,9 @@
 
 A run trains on rows, numbered from 0 in the order in which they are used. Row n has one objective by exact integer
 rounding: objectives with a fraction of their own (data/objectives.py) are served first, and what they leave is masked
-or causal by the hybrid ratio. Each objective reads its own token stream to the end, so that prefix sums over the
-schedules tell which rows a step holds (rows are used in a shuffled order, data/row_shuffle.py): seeking is free and
-there is no loader state.
+or causal by the hybrid ratio (data/ratio_schedule.py). Each objective reads its own token stream to the end, so that
+prefix sums over the schedules tell which rows a step holds (rows are used in a shuffled order, data/row_shuffle.py):
+seeking is free and there is no loader state.
 
 Rows and row lengths are those of data/batch_schedule.py; the mask probability is linear from mask_p_start to mask_p_end
 over the run, as published (GPT-BERT, arXiv 2410.24159).
@@ -12,6 +12,7 @@ over the run, as published (GPT-BERT, arXiv 2410.24159).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -22,6 +23,7 @@ import numpy as np
 from data.batch_schedule import BatchSchedule
 from data.counter_rng import fold, fold_numpy
 from data.objectives import OBJECTIVES, row_fractions
+from data.ratio_schedule import RatioPoint, RatioSchedule
 
 # What a random number is for; part of every key, so that no two purposes share random numbers.
 _ORDER, _ROW, _STEP = 1, 2, 3
@@ -102,7 +104,11 @@ class RowRange:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """The data schedule of a run. Units: rows, tokens, optimizer steps; `milestones` are fractions of max_steps."""
+    """The data schedule of a run. Units: rows, tokens, optimizer steps; `milestones` are fractions of max_steps.
+
+    hybrid_schedule: the masked fraction of rows at each step, in place of the constant or evenly moving one that
+    hybrid_numerator, hybrid_denominator and hybrid_numerator_end name.
+    """
 
     max_steps: int
     seq_length: int
@@ -115,8 +121,12 @@ class DataPlan:
     mask_p_end: float = 0.15
     milestones: tuple[float, ...] = (0.7, 0.9)
     seed: int = 42
+    hybrid_schedule: RatioSchedule | None = None
     schedule: BatchSchedule = field(init=False, repr=False, compare=False)
+    ratios: RatioSchedule = field(init=False, repr=False, compare=False)
     _row_sums: np.ndarray = field(init=False, repr=False, compare=False)
+    _denominator: int = field(init=False, repr=False, compare=False)
+    _ratios: list[int] = field(init=False, repr=False, compare=False)
     _ratio_sums: list[int] = field(init=False, repr=False, compare=False)
     _objective_rows: np.ndarray = field(init=False, repr=False, compare=False)
     _token_sums: np.ndarray = field(init=False, repr=False, compare=False)
@@ -127,31 +137,27 @@ class DataPlan:
         row_sums = np.concatenate([[0], np.cumsum(schedule.rows)])
         left, taken = _set_aside(row_sums)
         left = np.diff(left)
+        ratios = self.hybrid_schedule or self._evenly_moving_ratio()
         # Python integers: exact however long the run is.
-        ratio_sums = [0, *accumulate(count * self._ratio(step) for step, count in enumerate(left.tolist()))]
-        masked = np.diff(np.array([total // self._denominator for total in ratio_sums], dtype=np.int64))
+        denominator, numerators = ratios.denominator, ratios.numerators(self.max_steps)
+        ratio_sums = [0, *accumulate(count * ratio for count, ratio in zip(left.tolist(), numerators, strict=True))]
+        masked = np.diff(np.array([total // denominator for total in ratio_sums], dtype=np.int64))
         objective_rows = np.stack([masked, left - masked, *map(np.diff, taken)])
         token_sums = np.cumsum(objective_rows * self.seq_length * schedule.factors, axis=1)
         object.__setattr__(self, "schedule", schedule)
+        object.__setattr__(self, "ratios", ratios)
         object.__setattr__(self, "_row_sums", row_sums)
+        object.__setattr__(self, "_denominator", denominator)
+        object.__setattr__(self, "_ratios", numerators)
         object.__setattr__(self, "_ratio_sums", ratio_sums)
         object.__setattr__(self, "_objective_rows", objective_rows)
         object.__setattr__(self, "_token_sums", np.pad(token_sums, ((0, 0), (1, 0))))
 
-    @property
-    def _denominator(self) -> int:
-        """Denominator of every step's ratio, so that sums of rows x ratio stay integers."""
-        return self.hybrid_denominator * (1 if self._constant_ratio else self.max_steps)
-
-    @property
-    def _constant_ratio(self) -> bool:
-        return self.hybrid_numerator_end in (None, self.hybrid_numerator)
-
-    def _ratio(self, step: int) -> int:
-        """Fraction of masked rows at `step`, of those left to the ratio, in units of 1 / _denominator."""
-        if self.hybrid_numerator_end is None or self._constant_ratio:
-            return self.hybrid_numerator
-        return self.hybrid_numerator * (self.max_steps - step) + self.hybrid_numerator_end * step
+    def _evenly_moving_ratio(self) -> RatioSchedule:
+        start = Fraction(self.hybrid_numerator, self.hybrid_denominator)
+        if self.hybrid_numerator_end is None:
+            return RatioSchedule((RatioPoint(0, start),))
+        return RatioSchedule.linear(start, Fraction(self.hybrid_numerator_end, self.hybrid_denominator), self.max_steps)
 
     def step(self, step: int) -> StepPlan:
         """The plan of global batch `step` (0 .. max_steps-1), found without looking at the steps before it."""
@@ -165,7 +171,7 @@ class DataPlan:
             objective_rows=tuple(self._objective_rows[:, step].tolist()),
             position=tuple(self._token_sums[:, step].tolist()),
             mask_p=mask_probability_at(step, self.max_steps, self.mask_p_start, self.mask_p_end),
-            ratio=self._ratio(step),
+            ratio=self._ratios[step],
             ratio_carry=self._ratio_sums[step],
             denominator=self._denominator,
         )
@@ -187,9 +193,27 @@ class DataPlan:
         """Rows in the smallest global batch of the run."""
         return int(self.schedule.rows.min())
 
-    def largest_step(self, begin: int, end: int) -> int:
-        """The step with most rows among `begin` .. `end` - 1."""
-        return begin + int(self.schedule.rows[begin:end].argmax())
+    def shape_spans(self) -> list[tuple[int, int]]:
+        """First step and end of the stretches of the run in which row length and ratio, or its ramp, stay the same."""
+        cuts = {*self.length_changes(), *(point.step for point in self.ratios.points if point.step < self.max_steps)}
+        return [(begin, end) for begin, end in pairwise(sorted(cuts)) if begin < end]
+
+    def largest_steps(self, first: int) -> list[int]:
+        """Of the steps from `first` on, the one with most rows of each row length and ratio; in order.
+
+        Of a ramp of the ratio also its ends, where objectives have most rows.
+        """
+        found: dict[tuple, int] = {}
+        for begin, end in self.shape_spans():
+            begin = max(begin, first)
+            if begin >= end:
+                continue
+            ends = {begin, end - 1} if self._ratios[begin] != self._ratios[end - 1] else set()
+            for step in sorted({begin + int(self.schedule.rows[begin:end].argmax()), *ends}):
+                key = (int(self.schedule.factors[step]), self._ratios[step])
+                if key not in found or self.schedule.rows[step] > self.schedule.rows[found[key]]:
+                    found[key] = step
+        return sorted(found.values())
 
     @property
     def longest_row(self) -> int:
@@ -221,17 +245,18 @@ class DataPlan:
         return fold(fold(self.seed, _STEP), step)
 
 
-def resolve_split(split: str, world_size: int, numerator: int, denominator: int, constant: bool = True) -> str:
+def resolve_split(split: str, world_size: int, ratios: Collection[Fraction] | None) -> str:
     """`rows` or `ranks` for the flag --hybrid_split `auto`, `rows` or `ranks`.
 
-    `ranks` gives each rank one objective, which needs a constant ratio and for each objective a whole number of ranks
-    (2/4 runs on two). Raises ValueError where `ranks` is asked for and impossible.
+    ratios: RatioSchedule.phases, the fractions of masked rows that there are in the run; None where they move evenly.
+    `ranks` gives each rank one objective at a time, which needs for each of these fractions and each objective a whole
+    number of ranks. Raises ValueError where `ranks` is asked for and impossible.
     """
-    broken = [fraction for fraction in row_fractions(numerator, denominator) if world_size % fraction.denominator]
-    possible = constant and not broken
+    fractions = [fraction for ratio in ratios or () for fraction in row_fractions(ratio)]
+    broken = next((fraction for fraction in fractions if world_size % fraction.denominator), None)
+    possible = ratios is not None and broken is None
     if split == "ranks" and not possible:
-        odd = f"{numerator}/{denominator}" if len(OBJECTIVES) == 2 or not broken else broken[0]
-        why = f"{odd} of {world_size} ranks is no whole number" if constant else "the ratio changes"
+        why = "the ratio changes evenly" if ratios is None else f"{broken} of {world_size} ranks is no whole number"
         raise ValueError(f"--hybrid_split ranks is not possible because {why}; use --hybrid_split rows (or auto)")
     if split == "auto":
         return "ranks" if possible else "rows"
@@ -252,7 +277,7 @@ def rows_of_rank(plan: StepPlan, rank: int, world_size: int, split: str) -> list
     ranges: list[RowRange] = []
     if split == "ranks":
         first = 0  # rank of the objective
-        for number, fraction in enumerate(row_fractions(plan.ratio, plan.denominator)):
+        for number, fraction in enumerate(row_fractions(Fraction(plan.ratio, plan.denominator))):
             ranks = int(world_size * fraction)
             if first <= rank < first + ranks:
                 ranges.append(RowRange(number, *_slice(plan.objective_rows[number], rank - first, ranks)))

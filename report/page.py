@@ -188,7 +188,9 @@ def model_line(run: Run) -> str:
         parts.append(
             f"{model.get('model_type', 'model')} {model.get('hidden_size')} × {model.get('num_hidden_layers')} layers"
         )
-    if "hybrid_numerator" in flags:
+    if flags.get("hybrid_schedule"):
+        parts.append(f"rows masked by the schedule {flags['hybrid_schedule']}")
+    elif "hybrid_numerator" in flags:
         parts.append(f"{flags['hybrid_numerator']}/{flags['hybrid_denominator']} of rows masked")
     if "optimizer" in flags:
         parts.append(f"{flags['optimizer'].upper()}, peak learning rate {flags['learning_rate']:g}")

@@ -18,6 +18,8 @@ from helpers.tiny_runs import ROOT, flags, make_inputs, run, train_on, training_
 import train_single_gpu
 from data.corpus import Corpus
 from data.documents import IndexStopped, stop_event
+from data.objectives import MASKED
+from data.positions import Exposure
 from data.shards import tokenizer_hash, write_shard
 from data.stream import TokenStream
 from model_config import ModelConfig
@@ -26,7 +28,7 @@ from training.checkpoint import CheckpointError, locate, write_checkpoint
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.distributed import World, single_world, start_world
 from training.environment import Environment
-from training.inputs import read_inputs
+from training.inputs import make_plan, read_inputs
 from training.status import list_checkpoints, read_status
 from training.summary import describe
 
@@ -289,8 +291,11 @@ def test_shipped_recipes_are_read(recipe, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = parse_config([f"--recipe={recipe}", "--train_path=x", "--tokenizer_path=y", "--name=z"], "test")
     ModelConfig.from_json(Path(config.config_file))
-    masked_share = {"masked": 1, "causal": 0, "normuon": 1 / 2}.get(recipe.stem.rpartition("_")[2], 15 / 16)
-    assert config.hybrid_numerator / config.hybrid_denominator == masked_share
+    plan = make_plan(config, Exposure(16_000_000, None))
+    masked = plan.objective_tokens(MASKED) / plan.tokens_before(config.max_steps)
+    shares = {"h200_8_minutes": 15 / 16, "h200_8_minutes_masked": 1, "h200_8_minutes_causal": 0, "ratio_auto": 1 / 8}
+    shares |= {"phases_causal_then_masked": 3 / 4, "phases_antlm": 2 / 3}
+    assert masked == pytest.approx(shares.get(recipe.stem, 1 / 2), abs=0.02)
 
 
 def test_recipe_and_command_line(inputs, tmp_path):

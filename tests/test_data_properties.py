@@ -96,9 +96,8 @@ def rows_of(*batches: RowBatch) -> Counter:
 def check_ranks(builder: BatchBuilder, step: StepPlan, whole: RowBatch, world_size: int, choice: str) -> None:
     """All ranks together have the rows of one."""
     plan = builder.plan
-    constant = plan.hybrid_numerator_end in (None, plan.hybrid_numerator)
     try:
-        split = resolve_split(choice, world_size, plan.hybrid_numerator, plan.hybrid_denominator, constant)
+        split = resolve_split(choice, world_size, plan.ratios.phases())
     except ValueError:
         return
     parts = [builder.step(step.step, rank, world_size, split, 4).batch for rank in range(world_size)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def test_global_batch_is_the_same_on_any_hardware(corpus, step, world_size, loca
     builder = make_builder(corpus, even=even)
     expected, targets = global_fingerprint(builder, step, 1, "rows", 1000)
     found, found_targets = global_fingerprint(
-        builder, step, world_size, resolve_split(choice, world_size, 3, 4), local_batch_size
+        builder, step, world_size, resolve_split(choice, world_size, [Fraction(3, 4)]), local_batch_size
     )
     assert found == expected
     np.testing.assert_array_equal(found_targets, targets)
@@ -97,7 +98,7 @@ def test_host_document_counts_are_upper_bounds(corpus, step, local_batch_size):
 def test_every_token_once_per_epoch_and_objective_across_row_lengths(corpus, world_size):
     """Rows of both objectives, from first to last step, own all tokens of their streams, each once and shuffled."""
     builder = make_builder(corpus, max_steps=20, milestones=(0.3, 0.6), global_batch_size=160)
-    split = resolve_split("auto", world_size, 3, 4)
+    split = resolve_split("auto", world_size, [Fraction(3, 4)])
     lengths = set()
     for objective in (MASKED, CAUSAL):
         targets = []

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.positions import Exposure
 from model import ModelConfig
 from model_extra import build_model
 from training.config import TrainingConfig
@@ -32,7 +33,12 @@ def estimate(model: ModelConfig, tokens: int, row_length: int = 128, missing=(),
     given = {"mixed_precision": True, "compile": True, "seq_length": row_length, "local_batch_size": rows}
     config = TrainingConfig("-", "", "-", "-", name="-", **{**values, **given, **flags})
     split = "ranks" if ranks > 1 else "rows"
-    return memory_estimate(config, model, make_plan(config), parameters(model), set(missing), ranks, split) / 2**30
+    return (
+        memory_estimate(
+            config, model, make_plan(config, Exposure(1, None)), parameters(model), set(missing), ranks, split
+        )
+        / 2**30
+    )
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def four(monkeypatch: pytest.MonkeyPatch) -> tuple[Objective, ...]:
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_rows_of_four_objectives_on_any_number_of_ranks(four: tuple[Objective, ...], world_size: int):
     plan = DataPlan(40, 8, 67, hybrid_numerator=4, hybrid_denominator=5, milestones=(0.5,))
-    split = resolve_split("auto", world_size, 4, 5)
+    split = resolve_split("auto", world_size, [Fraction(4, 5)])
     assert split == ("ranks" if world_size == 8 else "rows")  # 4, 1, 1 and 2 ranks of eight
     position = [0] * 4
     for step in map(plan.step, range(plan.max_steps)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -89,8 +90,7 @@ def test_streams_continue_without_gap_from_step_to_step(plan):
 @settings(max_examples=200)
 @given(plans(), st.integers(1, 16), st.sampled_from(["auto", "rows"]), st.data())
 def test_ranks_hold_every_row_once_and_differ_by_one_row(plan, world_size, choice, data):
-    constant = plan.hybrid_numerator_end in (None, plan.hybrid_numerator)
-    split = resolve_split(choice, world_size, plan.hybrid_numerator, plan.hybrid_denominator, constant)
+    split = resolve_split(choice, world_size, plan.ratios.phases())
     batch = plan.step(data.draw(st.integers(0, plan.max_steps - 1)))
     held = {MASKED: [], CAUSAL: []}
     sizes = []
@@ -119,12 +119,12 @@ def test_ranks_hold_every_row_once_and_differ_by_one_row(plan, world_size, choic
     ],
 )
 def test_resolve_split(choice, world, ratio, result):
-    assert resolve_split(choice, world, *ratio) == result
+    assert resolve_split(choice, world, [Fraction(*ratio)]) == result
 
 
 def test_impossible_split_says_why():
     with pytest.raises(ValueError, match="7/8 of 4 ranks") as error:
-        resolve_split("ranks", 4, 7, 8)
+        resolve_split("ranks", 4, [Fraction(7, 8)])
     assert "--hybrid_split rows" in str(error.value)
 
 
@@ -145,7 +145,7 @@ def test_row_keys_do_not_depend_on_the_split():
 def test_long_runs_stay_exact():
     """A million steps of large batches: sums are Python integers or far below 2**63."""
     plan = DataPlan(1_000_000, 128, 32768, hybrid_numerator=15, hybrid_numerator_end=8)
-    share = np.array([plan._ratio(step) for step in range(0, 1_000_000, 1000)]) / plan._denominator
+    share = np.array([float(plan.step(step).ratio / plan._denominator) for step in range(0, 1_000_000, 1000)])
     np.testing.assert_allclose(share, np.linspace(15 / 16, 8 / 16, 1001)[:-1])
     last = plan.step(999_999)
     assert last.ratio_carry + last.rows * last.ratio == plan._ratio_sums[-1]

@@ -19,6 +19,7 @@ from typing import Any
 
 from data.cli import Parser, closest, shown
 from data.positions import Position, parse_amount
+from data.ratio_schedule import parse_schedule
 from ops import reference
 from training.flags import GROUPS, ConfigError, Flags, amount, float_list, int_list, text_list
 
@@ -30,6 +31,7 @@ class TrainingConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_fractions(self)
+        _check_schedule(self)
         _check_batches(self)
         _check_choices(self)
 
@@ -86,6 +88,20 @@ def _check_fractions(config: TrainingConfig) -> None:
         if total > 1:
             value = getattr(config, first)
             raise ConfigError(f"--{first} is {value!r}; with --{second} it adds up to {total:g}, above 1")
+
+
+def _check_schedule(config: TrainingConfig) -> None:
+    """The schedule of the ratio can be read, and is the only one."""
+    if config.hybrid_schedule and config.numerator_end is not None:
+        raise ConfigError(
+            f"--hybrid_schedule is {config.hybrid_schedule!r} and --hybrid_numerator_end {config.numerator_end}; "
+            "both say how the ratio moves: give one of them"
+        )
+    if config.hybrid_schedule not in ("", "auto"):
+        try:
+            parse_schedule(config.hybrid_schedule)
+        except ValueError as error:
+            raise ConfigError(f"--hybrid_schedule is {config.hybrid_schedule!r}; {error}") from None
 
 
 def _check_batches(config: TrainingConfig) -> None:
@@ -235,7 +251,9 @@ def differences(old: dict[str, Any], new: TrainingConfig) -> list[str]:
     """Flags on which the run's result depends and that differ from `old` (a to_dict), as sentences."""
     found = []
     for name, value in new.to_dict().items():
-        before = later_flag(old, name) if name in LATER_FLAGS else old.get(name, value)
+        default = FIELDS[name].default  # of flags that `old` lacks: what runs did before there were such
+        default = list(default) if isinstance(default, tuple) else default
+        before = later_flag(old, name) if name in LATER_FLAGS else old.get(name, default)
         if FIELDS[name].metadata["fixed"] and before != value:
             found.append(f"--{name} was {before!r} and is now {value!r}")
     return found

@@ -155,6 +155,14 @@ class Flags:
     hybrid_numerator_end: int = _flag(
         -1, "where given, the numerator moves linearly to this value over the run (-1: constant)", "objective"
     )
+    hybrid_schedule: str = _flag(
+        "",
+        "the masked fraction of rows over the run, in place of the three flags above: POSITION:NUM/DEN, ..., such as "
+        '"0:1/1, 25%:0/1" (masked, then causal); "linear" behind or instead of NUM/DEN leads evenly to the next point; '
+        '"0:1/1, 1e:0/1, 2e:repeat" alternates epochs; auto: from how often the run repeats its corpus. A POSITION is '
+        "a fraction (0.25 or 25%), steps (500), tokens (10Mt), words (1Mw) or epochs of both objectives together (2e)",
+        "objective",
+    )
     hybrid_split: str = _flag(
         "auto",
         "ranks: one objective per rank, as published; rows: both on every rank; auto: ranks where the world size "

@@ -17,7 +17,8 @@ from data.loader import BatchBuilder, Loader, ValidationSet
 from data.masking import MaskingOptions
 from data.objectives import OBJECTIVES
 from data.plan import DataPlan, resolve_split
-from data.positions import PositionError, steps_for
+from data.positions import Exposure, PositionError, step_of, steps_for
+from data.ratio_schedule import RatioPoint, RatioSchedule, parse_schedule, ratio_for, resolve_schedule
 from data.shards import tokenizer_hash
 from model import ModelConfig, ModelConfigError
 from training.checkpoint import training_flags
@@ -114,8 +115,24 @@ def _read_tokenizer(path: str) -> tuple[Tokenizer, str]:
         raise ConfigError(f"--tokenizer_path {path!r} is not a tokenizer.json: {error}") from error
 
 
-def make_plan(config: TrainingConfig) -> DataPlan:
-    """The data schedule that a configuration asks for."""
+def _ratio_schedule(config: TrainingConfig, exposure: Exposure) -> RatioSchedule | None:
+    """What --hybrid_schedule asks for. Raises ConfigError where it does not fit into the run."""
+    if not config.hybrid_schedule:
+        return None
+    sizes = (config.max_steps, config.seq_length, config.global_batch_size, config.batch_reduction)
+    batches = BatchSchedule(*sizes, config.length_milestones)
+    if config.hybrid_schedule == "auto":
+        repetitions = batches.tokens_before(config.max_steps) / exposure.tokens_per_epoch
+        return RatioSchedule((RatioPoint(0, ratio_for(repetitions)),))
+    entries = parse_schedule(config.hybrid_schedule)
+    try:
+        return resolve_schedule(entries, config.max_steps, lambda position: step_of(position, batches, exposure))
+    except ValueError as error:
+        raise ConfigError(f"--hybrid_schedule is {config.hybrid_schedule!r}; {error}") from None
+
+
+def make_plan(config: TrainingConfig, exposure: Exposure) -> DataPlan:
+    """The data schedule that a configuration asks for, on a corpus of which `exposure` says how tokens are counted."""
     return DataPlan(
         max_steps=config.max_steps,
         seq_length=config.seq_length,
@@ -128,6 +145,7 @@ def make_plan(config: TrainingConfig) -> DataPlan:
         mask_p_end=config.mask_p_end,
         milestones=config.length_milestones,
         seed=config.seed,
+        hybrid_schedule=_ratio_schedule(config, exposure),
     )
 
 
@@ -189,7 +207,7 @@ def read_inputs(config: TrainingConfig) -> Inputs:
         held_out = ValidationSet(valid, dataclasses.replace(options, even=False), config.seq_length, rows=rows)
         _refuse_shared(config, corpus, valid)
     config = _with_steps(config, corpus)
-    plan = make_plan(config)
+    plan = make_plan(config, corpus.exposure)
     if plan.smallest_batch < 1:
         raise ConfigError(
             f"--global_batch_size is {config.global_batch_size}, which leaves a step without rows once "
@@ -225,13 +243,7 @@ def resolve_device_defaults(config: TrainingConfig, device: torch.device) -> Tra
 def choose_split(config: TrainingConfig, plan: DataPlan, world_size: int) -> str:
     """The resolved --hybrid_split for `world_size` ranks. Raises ConfigError where the batch cannot be shared out."""
     try:
-        split = resolve_split(
-            config.hybrid_split,
-            world_size,
-            config.hybrid_numerator,
-            config.hybrid_denominator,
-            constant=config.numerator_end in (None, config.hybrid_numerator),
-        )
+        split = resolve_split(config.hybrid_split, world_size, plan.ratios.phases())
     except ValueError as error:
         raise ConfigError(str(error)) from error
     # With `ranks`, every rank needs a row of its objective; their numbers differ by at most one from rows / ranks.

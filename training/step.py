@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -106,18 +105,17 @@ def train_step(
 
 
 def warm_up(state: TrainState, builder: BatchBuilder, split: str, local_batch_size: int) -> str:
-    """Compile for every row length that is still to come, so that no step has to; returns what was done, in words.
+    """Compile for every row length and ratio still to come, so that no step has to; returns what was done, in words.
 
     Takes micro-batches as large as any that will come, and so also shows before the first step whether they fit into
     the device's memory.
     """
     began, plan, world = time.monotonic(), builder.plan, state.world
-    spans = [(max(a, state.step), b) for a, b in pairwise(plan.length_changes()) if b > state.step]
     arguments = (world.rank, world.size, split, local_batch_size)
     first = builder.step(state.step, *arguments).batch
-    largest = [builder.like(first, plan.largest_step(*span), *arguments) for span in spans]
+    largest = [builder.like(first, step, *arguments) for step in plan.largest_steps(state.step)]
     state.forward_backward.warm_up(part for batch in largest for part in _first_and_fullest(batch, world.device))
-    lengths = ", ".join(str(batch.plan.seq_length) for batch in largest)
+    lengths = ", ".join(str(length) for length in sorted({batch.plan.seq_length for batch in largest}))
     return f"compiled for rows of {lengths} tokens in {time.monotonic() - began:.1f} s"
 
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Collection
 from datetime import datetime, timezone
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +100,22 @@ def _validation_line(inputs: Inputs) -> str:
     return line if longest is None else f"{line}, of {longest.seq_length} too once rows are so long"
 
 
+def _ratio(inputs: Inputs) -> str:
+    """The masked fraction of rows in words."""
+    config, plan = inputs.config, inputs.plan
+    if config.hybrid_schedule == "auto":
+        times = plan.tokens_before(config.max_steps) / inputs.corpus.tokens_before_epoch(1)
+        return (
+            f"{plan.ratios} (by auto: the run reads the corpus {times:.1f} times, and causal rows gain from about 16 "
+            "of them, arXiv 2512.14549)"
+        )
+    if config.hybrid_schedule:
+        return str(plan.ratios)
+    end = config.numerator_end not in (None, config.hybrid_numerator)
+    last = f" -> {config.numerator_end}/{config.hybrid_denominator}" * end
+    return f"{config.hybrid_numerator}/{config.hybrid_denominator}{last}"
+
+
 def describe(inputs: Inputs, world: World, split: str, parameters: int, start_step: int, pairs: str = "") -> str:
     """The start-up block. pairs: what --evaluate_data holds, in words."""
     config, plan, corpus, model = inputs.config, inputs.plan, inputs.corpus, inputs.model_config
@@ -115,9 +130,6 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
         if step is not None:
             milestones.append(f"rows of {plan.step(step).seq_length} from step {step}")
     milestones.append(f"cool-down from step {config.max_steps - int(config.max_steps * config.cooldown_proportion)}")
-    ratio = f"{config.hybrid_numerator}/{config.hybrid_denominator}"
-    if config.numerator_end not in (None, config.hybrid_numerator):
-        ratio += f" -> {config.numerator_end}/{config.hybrid_denominator}"
     others = "".join(f"{each.rows} {each.name}, of the others " for each in OBJECTIVES if each.rows)
     missing = missing_kernels(config, model, world.device)
     absent = {name for name, reason in missing.items() if reason}
@@ -137,8 +149,8 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
         + " and ".join(reads),
         "validation": _validation_line(inputs),
         "minimal pairs": pairs or "none (--evaluate_data)",
-        "objective": f"{others}{ratio} of rows masked, masks {config.mask_p_start:g} -> {config.mask_p_end:g}, "
-        f"split {split}{hint}",
+        "objective": f"{others}{_ratio(inputs)} of rows masked, "
+        f"masks {config.mask_p_start:g} -> {config.mask_p_end:g}, split {split}{hint}",
         "batch, start": _batch_line(inputs, 0, world),
         "batch, end": _batch_line(inputs, last, world),
         "in all": _amounts_line(inputs),
@@ -328,8 +340,8 @@ def memory_estimate(
 
 
 def _ends_of_lengths(plan: DataPlan) -> set[int]:
-    """First and last step of each row length: the most targets and the largest batch are at one of them."""
-    return {step for begin, end in pairwise(plan.length_changes()) if begin < end for step in (begin, end - 1)}
+    """First and last step of each row length and ratio: the most targets and the largest batch are at one of them."""
+    return {step for begin, end in plan.shape_spans() for step in (begin, end - 1)}
 
 
 def _largest_micro_batch(
