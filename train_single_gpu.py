@@ -24,7 +24,6 @@ from training.metric_logger import MetricLogger, open_logger
 from training.plugins import Plugins
 from training.rank_checks import check_same_run
 from training.resume import Saver, open_run, save, save_and_stop
-from training.schedules import due
 from training.sinks import check_sinks, leave
 from training.state import TrainState
 from training.status import StatusFile
@@ -131,7 +130,7 @@ def run_steps(
         log.log_steps(metrics.push(step, loader_wait_seconds=waited))
 
         evaluates = evaluations.due(state.step)  # validation and samples, plugins, minimal pairs
-        saves = due(state.step, config.save_every, config.max_steps) or state.step in config.save_steps
+        saves = inputs.saves_after(state.step) or state.step in inputs.named_checkpoints
         if not (evaluates or saves):
             continue
         log.log_steps(metrics.flush(), last=bool(evaluates))

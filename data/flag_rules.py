@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from data.positions import PositionError, parse_amount
+from data.positions import PositionError, parse_amount, parse_amounts
 
 
 class Rule(NamedTuple):
@@ -43,6 +43,18 @@ def amount_of(unit: str) -> Rule:
             return False
 
     return Rule(holds, f"it is a number of {unit} above 0, such as 0.5, 10 or 100M (k, M, G, T: thousands, ...)")
+
+
+def amounts_of(unit: str) -> Rule:
+    """Of text: amounts and ranges of them in a unit of data/positions.py, or none."""
+
+    def holds(value: str) -> bool:
+        try:
+            return parse_amounts(value, unit) is not None
+        except PositionError:
+            return False
+
+    return Rule(holds, f"it has numbers of {unit} above 0 and ranges FIRST..LAST/STEP, such as 1M..10M/1M,20M")
 
 
 def float_list(text: str) -> tuple[float, ...]:

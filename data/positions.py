@@ -25,11 +25,16 @@ FORMS = (
 _FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _UNITS = {"t": "tokens", "w": "words", "e": "epochs", "%": "fraction", "": "steps"}
 _LETTERS = {unit: letter for letter, unit in _UNITS.items()}
+_MOST = 10_000  # amounts in a range
 _NUMBER = re.compile(r"(\d[\d_]*(?:\.\d*)?|\.\d+)([kMGBT]?)([twe%]?)")
 
 
 class PositionError(ValueError):
     """A position cannot be used; the message says why and what would be right."""
+
+
+class BehindTheEnd(PositionError):
+    """A position that a run does not reach."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,33 @@ def parse_amount(text: str, unit: str) -> Position:
     return amount
 
 
+def parse_amounts(text: str, unit: str) -> list[Position]:
+    """Amounts and ranges of them, rising and each once: `1M..10M/1M,20M` is 1M, 2M, ... 10M and 20M; "" is none.
+
+    Raises PositionError.
+    """
+    found: set[Fraction] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        ends, _, step = part.partition("/")
+        first, dots, last = ends.partition("..")
+        if bool(dots) != bool(step):
+            raise PositionError(f"{part!r} is no range; give it as FIRST..LAST/STEP, such as 10M..100M/10M")
+        low = parse_amount(first, unit).value
+        high, every = (parse_amount(last, unit).value, parse_amount(step, unit).value) if dots else (low, Fraction(1))
+        if not 1 <= (count := (high - low) // every + 1) <= _MOST:
+            raise PositionError(f"{part!r} has {max(0, count):,} amounts; give a range of 1 to {_MOST:,}")
+        found.update(low + number * every for number in range(count))
+    return [Position(value, unit) for value in sorted(found)]
+
+
+def checkpoint_name(amount: Position) -> str:
+    """Name of the checkpoint at so many words, tokens or epochs: `chck_1M` (BabyLM's form), `chck_10Mt`, `chck_2e`."""
+    millions = amount.value / 10**6
+    if amount.unit == "words":
+        return f"chck_{millions}M" if millions.denominator == 1 else f"chck_{number_text(amount.value)}"
+    return f"chck_{amount}"
+
+
 class Exposure(NamedTuple):
     """What a corpus holds, by which tokens are counted in epochs and in words.
 
@@ -123,7 +155,7 @@ class Exposure(NamedTuple):
 def step_of(position: Position, schedule: BatchSchedule, exposure: Exposure) -> int:
     """The first step (0 .. max_steps) before which so much has been used; of a fraction, the first not before it.
 
-    A pure function of the batch schedule. Raises PositionError for a position behind the end of the run.
+    A pure function of the batch schedule. Raises BehindTheEnd, and PositionError for words that are not known.
     """
     if position.unit == "fraction":
         return ceil(position.value * schedule.max_steps)
@@ -133,7 +165,7 @@ def step_of(position: Position, schedule: BatchSchedule, exposure: Exposure) -> 
         step = bisect_left(schedule.token_sums, exposure.tokens_of(position))
         whole = f"{schedule.tokens_before(schedule.max_steps):,} tokens"
     if step > schedule.max_steps:
-        raise PositionError(f"{position} lies behind the end of the run, which has {whole}")
+        raise BehindTheEnd(f"{position} lies behind the end of the run, which has {whole}")
     return step
 
 

@@ -192,12 +192,14 @@ def assess_space(probe: Mapping[str, Any], run: Mapping[str, Any], inputs: Input
     config = inputs.config
     size = checkpoint_bytes(count_parameters(inputs))
     later = range(run["step"] + 1, config.max_steps + 1)
-    kept = sum(step in config.save_steps for step in later)
-    regular = sum(due(step, config.save_every, config.max_steps) and step not in config.save_steps for step in later)
+    always = {*config.save_steps, *(() if config.save_weights_only else inputs.named_checkpoints)}
+    kept = sum(step in always for step in later)
+    regular = sum(due(step, config.save_every, config.max_steps) and step not in always for step in later)
     if config.keep_last:  # one more while the oldest is not deleted yet
         room = max(0, config.keep_last + 1 - run["saved"])
         regular = max(1, min(regular, room))
-    need, free = (regular + kept) * size, probe["free"]
+    named = sum(len(inputs.named_checkpoints.get(step, ())) for step in later) * config.save_weights_only
+    need, free = (regular + kept) * size + named * size // 2, probe["free"]
     plan = f"{count(regular + kept, 'checkpoint')} of {size_text(size)} = {size_text(need)}"
     numbers = {"checkpoint_bytes": size, "checkpoints": regular + kept, "free": free, "write_rate": probe["rate"]}
     if free < need:

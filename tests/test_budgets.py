@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import train_single_gpu
 from data.positions import parse_amount
 from data.shards import describe_shard, tokenizer_hash, write_manifest
+from export.load_model import load_model
 from slurm.tasks import to_arguments
 from tests.helpers.tiny_runs import flags, make_inputs, run, training_lines
 from training.checkpoint import locate
@@ -113,3 +115,74 @@ def test_hours_end_a_run_early_with_a_checkpoint(inputs, tmp_path, ranks):
     assert f"after step {step}\n" in again.stdout
     run(arguments(inputs, tmp_path, max_steps=100_000, max_hours=0.0005), ranks)
     assert locate(tmp_path / "run").step > step
+
+
+NAMED = {"max_words": "2400", "save_words": "500..2000/500,9k", "save_epochs": "0.1", "save_every": 5}
+
+
+def named_steps(inputs: Path, output: Path) -> dict[str, int]:
+    """The first step after which so many words were seen, by the names of checkpoints."""
+    found = read_inputs(parse_config(arguments(inputs, output, **NAMED), ""))
+    seen = [found.words_after(step)["stats/words"] for step in range(found.config.max_steps + 1)]
+    tokens = [found.plan.tokens_before(step) for step in range(found.config.max_steps + 1)]
+    names = {"chck_500": 500, "chck_1k": 1000, "chck_1500": 1500, "chck_2k": 2000}
+    steps = {name: next(step for step, words in enumerate(seen) if words >= least) for name, least in names.items()}
+    tenth = found.corpus.tokens_before_epoch(1) / 10
+    return steps | {"chck_0.1e": next(step for step, sum_ in enumerate(tokens) if sum_ >= tenth)}
+
+
+def weights(folder: Path, name: str) -> dict:
+    return locate(folder / "checkpoints" / name).tensors("ema")
+
+
+def test_checkpoints_by_words_are_kept_at_the_exact_step(inputs, tmp_path, capsys):
+    steps = named_steps(inputs, tmp_path)
+    assert train_single_gpu.main(arguments(inputs, tmp_path, **NAMED, keep_last=1)) == 0
+    printed, folder = capsys.readouterr().out, tmp_path / "run" / "checkpoints"
+    assert "5 named checkpoints: chck_" in printed
+    assert "; behind the end of the run: chck_9k" in printed
+    last = locate(tmp_path / "run").step
+    assert {path.name: locate(path).step for path in folder.glob("chck_*")} == steps
+    assert {path.name for path in folder.glob("step_*")} == {f"step_{step:08d}" for step in (*steps.values(), last)}
+    assert locate(folder / "chck_500").record["files"].keys() >= {"optimizer.safetensors"}
+
+    shutil.rmtree(folder / f"step_{last:08d}")  # as if it had been killed: it meets the later ones once more
+    newest = max(steps.values())
+    before = weights(tmp_path / "run", "chck_2k")
+    (folder / "chck_2k").unlink()  # killed between the checkpoint and its name
+    assert train_single_gpu.main(arguments(inputs, tmp_path, **NAMED, keep_last=1)) == 0
+    assert f"chck_2k is {folder / f'step_{newest:08d}'}" in capsys.readouterr().out
+    assert {path.name: locate(path).step for path in folder.glob("chck_*")} == steps
+    for key, value in weights(tmp_path / "run", "chck_2k").items():
+        assert value.equal(before[key])
+
+
+def test_named_checkpoints_of_weights_alone_are_models(inputs, tmp_path, capsys):
+    steps = named_steps(inputs, tmp_path)
+    given = arguments(inputs, tmp_path, **NAMED, save_weights_only=True)
+    assert train_single_gpu.main(given) == 0
+    folder = tmp_path / "run" / "checkpoints"
+    last = locate(tmp_path / "run").step
+    assert {path.name for path in folder.glob("step_*")} == {f"step_{step:08d}" for step in (*range(5, last, 5), last)}
+    for name, step in steps.items():
+        assert locate(folder / name).step == step
+        assert locate(folder / name).record["files"].keys().isdisjoint({"optimizer.safetensors"})
+        assert not (folder / name).is_symlink()
+        assert load_model(folder / name, ema=True)[2].hidden_size == 32
+    capsys.readouterr()
+    assert train_single_gpu.main([*given, "--name=other", f"--resume={folder / 'chck_500'}"]) == 2
+    assert "holds weights alone; --initial_weights starts from them" in capsys.readouterr().err
+    assert train_single_gpu.main(arguments(inputs, tmp_path, **NAMED, name="full")) == 0
+    for name in steps:
+        for key, value in weights(tmp_path / "full", name).items():
+            assert value.equal(weights(tmp_path / "run", name)[key])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_save_the_same_named_checkpoints(inputs, tmp_path, ranks):
+    run(arguments(inputs, tmp_path, name="one", **NAMED))
+    run(arguments(inputs, tmp_path, name="many", save_weights_only=True, **NAMED), ranks)
+    for name in named_steps(inputs, tmp_path):
+        found, expected = weights(tmp_path / "many", name), weights(tmp_path / "one", name)
+        assert all(value.allclose(expected[key], atol=1e-4) for key, value in found.items())

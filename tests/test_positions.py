@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from data.batch_schedule import BatchSchedule, length_factor_at, rows_at
 from data.corpus import Corpus
 from data.plan import DataPlan
-from data.positions import Exposure, Position, PositionError, parse_position, step_of, steps_for
+from data.positions import (
+    Exposure,
+    Position,
+    PositionError,
+    checkpoint_name,
+    parse_amounts,
+    parse_position,
+    step_of,
+    steps_for,
+)
 from data.shards import write_manifest, write_shard
 
 SCHEDULES = st.builds(
@@ -53,6 +62,21 @@ def test_forms(text, value, unit, again):
 def test_what_is_no_position(text):
     with pytest.raises(PositionError, match=f"^{text!r} is .*; give a fraction of the run"):
         parse_position(text)
+
+
+def test_ranges_of_amounts_and_the_names_of_checkpoints():
+    names = [checkpoint_name(each) for each in parse_amounts("1M..10M/1M,10M..100M/10M,200M..1000M/100M", "words")]
+    tens = [*range(1, 11), *range(20, 101, 10), *range(200, 1001, 100)]
+    assert names == [f"chck_{number}M" for number in tens]  # BabyLM's revisions
+    assert [checkpoint_name(each) for each in parse_amounts("1.5M, 20k", "words")] == ["chck_20k", "chck_1500k"]
+    assert [checkpoint_name(each) for each in parse_amounts("0.5..2/0.5", "epochs")] == [
+        "chck_0.5e", "chck_1e", "chck_1.5e", "chck_2e",
+    ]  # fmt: skip
+    assert [str(each) for each in parse_amounts("10..25/10,3", "tokens")] == ["3t", "10t", "20t"]
+    assert parse_amounts("", "tokens") == []
+    for text in ("1..2", "1/2", "5..1/1", "1..1M/1", "0", "1..x/1"):
+        with pytest.raises(PositionError, match=r"give (a range|it as|a fraction)"):
+            parse_amounts(text, "tokens")
 
 
 @given(SCHEDULES)

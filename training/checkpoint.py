@@ -76,8 +76,9 @@ def write_checkpoint(
     tensors: Mapping[str, Mapping[str, torch.Tensor]],
     record: Mapping[str, Any],
     files: Mapping[str, bytes],
+    name: str = "",
 ) -> Path:
-    """Write `parent/step_XXXXXXXX` and return it; an older folder of the same step is replaced at the end.
+    """Write `parent/step_XXXXXXXX`, or `parent/NAME`, and return it; an older folder there is replaced at the end.
 
     tensors: for each safetensors file its named tensors. record: further entries of checkpoint.json. files: small files
     by name. Raises SaveError where the disk is full or not writable; nothing that existed before is touched then.
@@ -85,7 +86,8 @@ def write_checkpoint(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    target, temporary = parent / folder_name(step), parent / f".tmp_{folder_name(step)}"
+    target = parent / (name or folder_name(step))
+    temporary = parent / f".tmp_{target.name}"
     try:
         parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -103,8 +105,10 @@ def write_checkpoint(
             listing = {name: sealed[name].result() for name in sorted(sealed)}
         content = {"format": FORMAT, "step": step, **record, "files": listing}
         write_atomically(temporary / RECORD, json.dumps(content, indent=1).encode())
-        old = parent / f".old_{folder_name(step)}"
-        if target.exists():
+        old = parent / f".old_{target.name}"
+        if target.is_symlink():
+            target.unlink()
+        elif target.exists():
             os.rename(target, old)
         os.rename(temporary, target)
         sync_folder(parent)
@@ -114,6 +118,17 @@ def write_checkpoint(
         reason = "the disk is full" if _no_space(error) else getattr(error, "strerror", None) or str(error)
         raise SaveError(f"checkpoint {target} could not be written: {reason}") from error
     return target
+
+
+def give_name(checkpoint: Path, name: str) -> None:
+    """Have `name` beside a checkpoint stand for it, as a link, in the place of what stood there. Raises OSError."""
+    link, temporary = checkpoint.parent / name, checkpoint.parent / f".tmp_{name}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(checkpoint.name)
+    if link.is_dir() and not link.is_symlink():
+        shutil.rmtree(link)
+    os.replace(temporary, link)
+    sync_folder(link.parent)
 
 
 def _seal(path: Path) -> dict[str, Any]:
@@ -208,11 +223,13 @@ def set_aside(parent: Path, step: int, records: Iterable[Path] = (), rename: boo
 
 
 def prune(parents: Iterable[Path], step: int, keep_last: int, keep_steps: tuple[int, ...]) -> None:
-    """Delete checkpoints up to `step`, the one just written, but the newest `keep_last` (0: all) and `keep_steps`.
-
-    Raises OSError.
+    """Delete checkpoints up to `step`, the one just written, but the newest `keep_last` (0: all), `keep_steps` and
+    those that have a name. Raises OSError.
     """
-    regular = [p for p in list_checkpoints(*parents) if step_of(p) <= step and step_of(p) not in keep_steps]
+    folders = list(parents)
+    named = {os.readlink(path) for folder in folders for path in folder.glob("chck_*") if path.is_symlink()}
+    regular = [p for p in list_checkpoints(*folders) if step_of(p) <= step and step_of(p) not in keep_steps]
+    regular = [path for path in regular if path.name not in named]
     for path in regular[keep_last:] if keep_last else []:
         removed = path.with_name(f".gone_{path.name}")  # renamed first: a half-deleted folder must not look like one
         os.rename(path, removed)
@@ -221,13 +238,13 @@ def prune(parents: Iterable[Path], step: int, keep_last: int, keep_steps: tuple[
 
 def clean(parent: Path) -> None:
     """Finish what an interrupted save or deletion left behind."""
-    for path in parent.glob(".old_step_*"):
+    for path in parent.glob(".old_*"):
         whole = path.with_name(path.name.removeprefix(".old_"))
         if not whole.exists():  # the save was cut off between its two renames: the older folder is still the good one
             os.rename(path, whole)
-    for pattern in (".tmp_step_*", ".old_step_*", ".gone_step_*"):
+    for pattern in (".tmp_*", ".old_*", ".gone_*"):
         for path in parent.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+            path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
 
 
 def read_initial_weights(source: str) -> dict[str, torch.Tensor]:

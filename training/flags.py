@@ -27,6 +27,7 @@ from data.flag_rules import (
     Rule,
     amount,
     amount_of,
+    amounts_of,
     at_least,
     float_list,
     int_list,
@@ -328,8 +329,23 @@ class Flags:
     save_steps: tuple[int, ...] = _flag(
         (), "further steps at which to save and keep a checkpoint, e.g. 100,1000", "logs", STEPS, kind=int_list
     )
+    save_words: str = _flag(
+        "",
+        "words seen after which to save and keep a checkpoint by name, such as 1M..10M/1M,10M..100M/10M for chck_1M, "
+        "chck_2M, ... chck_100M, each after the first step that reaches it",
+        "logs",
+        amounts_of("words"),
+        kind=amount,
+    )
+    save_tokens: str = _flag("", "the same in tokens: chck_10Mt", "logs", amounts_of("tokens"), kind=amount)
+    save_epochs: str = _flag("", "the same in epochs: chck_2e", "logs", amounts_of("epochs"), kind=amount)
+    save_weights_only: bool = _flag(
+        False,
+        "keep only weights and their average of named checkpoints: half the size, nothing to resume",
+        "logs",
+    )
     keep_last: int = _flag(
-        0, "regular checkpoints to keep (0: all); those of --save_steps always stay", "logs", at_least(0)
+        0, "regular checkpoints to keep (0: all); those of --save_steps and with a name stay", "logs", at_least(0)
     )
     spare_checkpoint_dir: str = _flag(
         "",

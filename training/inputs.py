@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ from data.loader import BatchBuilder, Loader, ValidationSet
 from data.masking import MaskingOptions
 from data.objectives import OBJECTIVES
 from data.plan import DataPlan, resolve_split
-from data.positions import Exposure, PositionError, step_of, steps_for
+from data.positions import BehindTheEnd, Exposure, PositionError, checkpoint_name, parse_amounts, step_of, steps_for
 from data.ratio_schedule import RatioPoint, RatioSchedule, parse_schedule, ratio_for, resolve_schedule
 from data.shards import tokenizer_hash
 from model import ModelConfig, ModelConfigError
@@ -25,13 +26,18 @@ from training.checkpoint import training_flags
 from training.config import LATER_FLAGS, ConfigError, TrainingConfig, later_flag
 from training.distributed import World
 from training.run_dir import RunView
+from training.schedules import due
 
 _VOCABULARY_PADDING = 128  # a vocabulary rounded up to a multiple of this is no mistake
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the files named on the command line hold. held_out_identity: "" without --valid_path."""
+    """What the files named on the command line hold. held_out_identity: "" without --valid_path.
+
+    named_checkpoints: names of the checkpoints of --save_words, --save_tokens and --save_epochs, by the step that they
+    follow; at -1 those behind the end of the run.
+    """
 
     config: TrainingConfig
     model_config: ModelConfig
@@ -42,6 +48,7 @@ class Inputs:
     builder: BatchBuilder
     data_identity: str
     held_out_identity: str
+    named_checkpoints: Mapping[int, list[str]]
 
     @cached_property
     def held_out_longest(self) -> ValidationSet | None:
@@ -54,6 +61,12 @@ class Inputs:
     def on_device(self, device: torch.device) -> Inputs:
         """These inputs with the flags filled in whose default depends on the device."""
         return dataclasses.replace(self, config=resolve_device_defaults(self.config, device))
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step` steps that the run can resume from."""
+        config = self.config
+        named = step in self.named_checkpoints and not config.save_weights_only
+        return due(step, config.save_every, config.max_steps) or step in config.save_steps or named
 
     def words_after(self, step: int) -> dict[str, int]:
         """`stats/words` and `stats/NAME_words`: words seen after `step` steps; empty where they are not known."""
@@ -162,6 +175,22 @@ def _with_steps(config: TrainingConfig, corpus: Corpus) -> TrainingConfig:
     return dataclasses.replace(config, max_steps=steps)
 
 
+def _named_checkpoints(config: TrainingConfig, plan: DataPlan, corpus: Corpus) -> dict[int, list[str]]:
+    """Inputs.named_checkpoints. Raises ConfigError where words are not known."""
+    found: dict[int, list[str]] = {}
+    for unit in ("words", "tokens", "epochs"):
+        text = getattr(config, f"save_{unit}")
+        for amount in parse_amounts(text, unit):
+            try:
+                step = step_of(amount, plan.schedule, corpus.exposure)
+            except BehindTheEnd:
+                step = -1
+            except PositionError as error:
+                raise ConfigError(f"--save_{unit} {text}: {error}") from error
+            found.setdefault(step, []).append(checkpoint_name(amount))
+    return found
+
+
 def _with_later_flags(config: TrainingConfig) -> TrainingConfig:
     """`config` with LATER_FLAGS filled in where they were not given: as the run to resume has them."""
     left = [name for name in LATER_FLAGS if getattr(config, name) is None]
@@ -215,7 +244,8 @@ def read_inputs(config: TrainingConfig) -> Inputs:
         )
     builder = BatchBuilder(corpus, plan, options)
     held_out_identity = held_out.corpus.identity() if held_out is not None else ""
-    return Inputs(config, model_config, text, corpus, held_out, plan, builder, corpus.identity(), held_out_identity)
+    identities, named = (corpus.identity(), held_out_identity), _named_checkpoints(config, plan, corpus)
+    return Inputs(config, model_config, text, corpus, held_out, plan, builder, *identities, named)
 
 
 def _refuse_shared(config: TrainingConfig, corpus: Corpus, valid: Corpus) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from training.checkpoint import (
     SaveError,
     clean,
     find_newest,
+    give_name,
     locate,
     prune,
     set_aside,
@@ -46,6 +48,7 @@ from training.status import (
     list_checkpoints,
     newest_step,
     read_status,
+    step_of,
 )
 from training.stopping import Stop, StopConditions, most_urgent
 
@@ -310,44 +313,59 @@ class Saver:
         if inputs.config.spare_checkpoint_dir:
             self._tries.append(self._parents[-1])
         self._failed = 0  # saves in a row
+        if self.newest is not None and not inputs.config.save_weights_only:  # it was written, and then the run killed
+            names = inputs.named_checkpoints.get(step_of(self.newest), ())
+            self._name(self.newest, [name for name in names if not (self.newest.parent / name).exists()])
 
     def save(self, state: TrainState, last: bool) -> bool:
-        """Write a checkpoint and note it; False where a later one may work. Raises SaveError."""
-        began = time.monotonic()
+        """Write the checkpoints of a step and note them; False without one that a resume can take, where a later one
+        may be written. Raises SaveError."""
+        inputs = self._inputs
+        names = inputs.named_checkpoints.get(state.step, ())
         self._log.sync()  # no checkpoint is newer than the metrics on the disk
+        if inputs.config.save_weights_only:
+            for name in names:
+                self._write(state, last, name)
+        if not (last or inputs.saves_after(state.step)):
+            return False
         path = self._write(state, last)
         if path is None:
             return False
-        seconds = time.monotonic() - began
-        self._conditions.saved(seconds)
-        self._say(f"step {state.step:>6}  saved {path} in {seconds:.1f} s")
+        if not inputs.config.save_weights_only:
+            self._name(path, names)
+        self._prune(state.step)
         try:
             self._status.write(RUNNING, "", state.step)
         except OSError as error:
             self._say(f"note: {self._folder.path}/status.json cannot be written: {error.strerror}")
         return True
 
-    def _write(self, state: TrainState, last: bool) -> Path | None:
-        """Write a checkpoint and delete what it makes superfluous. None where it failed and a later one may not.
+    def _write(self, state: TrainState, last: bool, name: str = "") -> Path | None:
+        """Write a checkpoint, or one of weights alone that has a name. None where it failed and a later one may not.
 
         last: there will be no later one. Raises SaveError.
         """
-        step, config, problems = state.step, self._inputs.config, []
+        step, config, began, problems = state.step, self._inputs.config, time.monotonic(), []
+        tensors = {file: each for file, each in _tensors(state).items() if not name or file != "optimizer"}
         for parent in self._tries:
             try:
                 if parent == self._folder.checkpoints:
                     self._folder.check()
-                self.newest = write_checkpoint(parent, step, _tensors(state), self._record(step), self._files())
+                path = write_checkpoint(parent, step, tensors, self._record(step), self._files(), name)
             except SaveError as error:
                 problems.append(str(error))
                 if len(problems) == 1:
                     time.sleep(_PAUSE_SECONDS)
                 continue
             if problems:
-                self._say(f"note: {problems[0]}; tried again, {self.newest} was written")
+                self._say(f"note: {problems[0]}; tried again, {path} was written")
             self._failed = 0
-            self._prune(step)
-            return self.newest
+            seconds = time.monotonic() - began
+            self._say(f"step {step:>6}  saved {path} in {seconds:.1f} s")
+            if not name:
+                self.newest = path
+                self._conditions.saved(seconds)
+            return path
         self._failed += 1
         failures, limit = "; ".join(dict.fromkeys(problems)), config.max_failed_saves
         if not last and self._failed < limit:
@@ -357,6 +375,15 @@ class Saver:
         newest = next(iter(list_checkpoints(*self._parents)), None)
         kept = f"; {newest} is intact" if newest else ""
         raise SaveError(f"{failures}{kept}. Check space, rights, mounts or give --spare_checkpoint_dir, then resume")
+
+    def _name(self, path: Path, names: Sequence[str]) -> None:
+        """Give a checkpoint its names; a file system without links is no failed save."""
+        try:
+            for name in names:
+                give_name(path, name)
+                self._say(f"{name} is {path}")
+        except OSError as error:
+            self._say(f"note: {path} cannot have the names {', '.join(names)} ({error.strerror})")
 
     def _record(self, step: int) -> dict[str, Any]:
         inputs = self._inputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import socket
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any, NamedTuple
@@ -92,6 +92,15 @@ def _amounts_line(inputs: Inputs) -> str:
     return line + f"; ends early after {config.max_hours:g} hours" * bool(config.max_hours)
 
 
+def _named_line(named: Mapping[int, list[str]], weights_only: bool) -> str:
+    """Which checkpoints get a name, and which never will."""
+    reached = [f"{name} after step {step}" for step in sorted(named) if step >= 0 for name in named[step]]
+    shown = reached if len(reached) < 3 else [reached[0], "...", reached[-1]]
+    line = f"{count(len(reached), 'named checkpoint')}{', weights alone' * weights_only}" + ": " * bool(reached)
+    line += ", ".join(shown)
+    return line + f"; behind the end of the run: {', '.join(named[-1])}" * (-1 in named)
+
+
 def _validation_line(inputs: Inputs) -> str:
     held_out, longest = inputs.held_out, inputs.held_out_longest
     if held_out is None:
@@ -158,6 +167,8 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
         "optimizer": _optimizer_line(config),
         "memory": f"about {_bytes(need)} of tensors a device (estimate; up to a fifth more is held in reserve)",
     }
+    if named := inputs.named_checkpoints:
+        lines["kept"] = _named_line(named, config.save_weights_only)
     if graphs and world.device.type == "cuda":
         lines["CUDA graphs"] = f"off: {graphs}; base takes about 4 % more time a step, smaller models lose more"
     longest = max(plan.step(last).seq_length, config.seq_length)
