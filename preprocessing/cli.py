@@ -73,6 +73,14 @@ def fraction(text: str) -> float:
     return value
 
 
+def field_names(text: str) -> tuple[str, ...]:
+    """An argparse type: names with commas between them."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of different names such as id,url,meta.language")
+    return names
+
+
 def _separator(text: str) -> str | None:
     """An argparse type: Layout.separator."""
     if not text:

@@ -1,7 +1,9 @@
-"""Fields of records (JSON objects, rows of tables) by dotted names, and the text in them."""
+"""Fields of records (JSON objects, rows of tables) by dotted names: the text in them, and those that are kept."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -32,3 +34,26 @@ def join_texts(value: Any) -> str:
         wrong = next(item for item in value if not isinstance(item, str | list))
         raise TypeError(f"an item of the text is {type(wrong).__name__}, not a string")
     return "\n".join(map(join_texts, value))
+
+
+def kept_fields(record: Any, names: Sequence[str]) -> bytes:
+    """The fields of a record that are kept, null where it has none, as a line of JSON without its end."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = find_field(record, name)
+        except KeyError:
+            found[name] = None
+    try:
+        line = json.dumps(found, ensure_ascii=False, allow_nan=False, default=_plain)
+    except ValueError:  # NaN and infinity, which JSON lacks
+        found = json.loads(json.dumps(found, default=_plain), parse_constant=lambda _: None)
+        line = json.dumps(found, ensure_ascii=False)
+    return line.encode(errors="backslashreplace")  # half a surrogate pair becomes JSON's escape again
+
+
+def _plain(value: Any) -> str:
+    """Of tables: dates, decimals, bytes."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import numpy as np
 from tokenizers import Tokenizer
 
+from data.atomic_io import json_lines
 from data.cli import Parser
 from data.shard_paths import resolve_shards
 from data.shards import (
@@ -37,6 +39,7 @@ from preprocessing.tokenizer import load_tokenizer
 
 _BLOCK = 1 << 20  # tokens or documents looked at together
 _BAR = 50  # characters
+_VALUES, _SHOWN_VALUES = 10_000, 20  # of a kept field: counted, and all shown where there are no more
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Contents:
     shortest: int
     longest: int
     lengths: dict[int, int]
+    fields: dict[str, dict[str, int]]  # of each kept field the documents by value, as JSON; at most _VALUES values
 
 
 def inspect_folder(folder: Path) -> Contents:
@@ -85,7 +89,30 @@ def inspect_folder(folder: Path) -> Contents:
         shortest=shortest if bins else 0,
         longest=longest,
         lengths=dict(sorted(bins.items())),
+        fields=count_values(folder, manifest["created_by"]),
     )
+
+
+def count_values(folder: Path, created_by: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """How many documents have which value of each kept field, most first; values beyond _VALUES are not counted."""
+    counts = {name: Counter[str]() for name in created_by.get("keep_fields") or ()}
+    for _, line in _sidecar_lines(folder, created_by):
+        for name, value in line.items():
+            text = json.dumps(value, ensure_ascii=False)
+            if name in counts and (text in counts[name] or len(counts[name]) < _VALUES):
+                counts[name][text] += 1
+    return {name: dict(found.most_common()) for name, found in counts.items()}
+
+
+def _sidecar_lines(folder: Path, created_by: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and kept fields of all documents of a folder. Raises ShardError for a line that is damaged."""
+    number = 0
+    for entry in created_by.get("sidecars", ()):
+        for _, content in json_lines(folder / entry["file"]):
+            if content is None:
+                raise ShardError(f"{folder / entry['file']} is damaged; make the folder again")
+            yield number, content
+            number += 1
 
 
 def _lengths(shard: Shard) -> Iterator[np.ndarray]:
@@ -103,6 +130,10 @@ def verify_folder(folder: Path) -> list[str]:
             _verify_shard(folder / entry["file"], entry, manifest)
         except ShardError as error:
             found.append(str(error))
+    for entry in manifest["created_by"].get("sidecars", ()):
+        path = folder / entry["file"]
+        if not path.is_file() or sha256_file(path) != entry["sha256"]:
+            found.append(f"{path} is {'damaged' if path.is_file() else 'missing'}: it is not as the manifest says")
     found += [
         f"{folder / MANIFEST_NAME} is damaged: num_{key} is not the sum over its shards"
         for key in ("documents", "tokens", "words")
@@ -173,6 +204,12 @@ def print_contents(contents: Contents) -> None:
     for start, number in contents.lengths.items():
         bar = "#" * max(1, round(_BAR * number / most))
         print(f"  {start:>9,} - {2 * start - 1:<9,} {number:>12,}  {bar}")
+    for name, values in contents.fields.items():
+        if len(values) > _SHOWN_VALUES:
+            some = f"{len(values):,} values" if len(values) < _VALUES else f"{_VALUES:,} values or more"
+            print(f"  {name}: {some}, such as {', '.join(list(values)[:3])}")
+        else:
+            print(f"  {name}: {', '.join(f'{value} {number:,}' for value, number in values.items())}")
 
 
 def _folders(path: Path) -> list[Path]:
@@ -212,8 +249,13 @@ def command(arguments: argparse.Namespace) -> int:
             continue
         print_contents(contents[-1])
         if arguments.samples > 0 and contents[-1].documents and (folder / TOKENIZER_NAME).exists():
-            for number, length, text in sample_documents(folder, arguments.samples, arguments.sample_tokens):
+            samples = sample_documents(folder, arguments.samples, arguments.sample_tokens)
+            chosen = {number for number, _, _ in samples}
+            fields = {n: line for n, line in _sidecar_lines(folder, contents[-1].created_by) if n in chosen}
+            for number, length, text in samples:
                 print(f"\n  document {number:,} ({length:,} tokens)")
+                if number in fields:
+                    print(f"    {json.dumps(fields[number], ensure_ascii=False)}")
                 print("    " + text.replace("\n", "\n    "))
             print()
     if arguments.json:

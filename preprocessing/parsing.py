@@ -15,8 +15,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
-from preprocessing.fields import find_field, join_texts
+from preprocessing.fields import find_field, join_texts, kept_fields
 from preprocessing.inputs import CorpusError
 from preprocessing.readers import BLANK, WHOLE_FILE, Chunk, Layout
 
@@ -28,20 +29,31 @@ _JSON_BRACKET = re.compile(r"[\[\]{}]")
 _LEADING_BLANK_LINES = re.compile(f"\\A(?:[{BLANK}]*\n)+")
 
 
-def parse_chunk(chunk: Chunk, layout: Layout | None = None, skip_bad_lines: bool = False) -> tuple[list[str], int]:
-    """The documents of a chunk, empty ones included (of a piece: one string, maybe empty), and how many malformed lines
-    were skipped. Raises CorpusError for the first malformed line unless told to skip."""
-    documents: list[str] = []
+class Documents(NamedTuple):
+    """What a chunk holds."""
+
+    texts: list[str]  # of documents, empty ones included; of a piece: one, maybe empty
+    fields: list[bytes]  # of each text the line of its sidecar; [] where none are kept
+    bad: int  # malformed lines that were skipped
+
+
+def parse_chunk(chunk: Chunk, layout: Layout | None = None, skip_bad_lines: bool = False) -> Documents:
+    """The documents of a chunk. Raises CorpusError for the first malformed line unless told to skip."""
+    layout = layout or Layout()
+    texts: list[str] = []
+    fields: list[bytes] = []
     bad = 0
-    for line, found in _parsed(chunk, layout or Layout()):
+    for line, found, kept in _parsed(chunk, layout):
         if isinstance(found, str):
-            documents.append(found)
+            texts.append(found)
+            if layout.keep_fields:
+                fields.append(kept)
             continue
         if not skip_bad_lines:
             where = "line" if chunk.kind in ("text", "jsonl") else "row"
             raise CorpusError(f"{chunk.path}, {where} {line}: {found.problem}; correct it or add --skip_bad_lines")
         bad += 1
-    return documents, bad
+    return Documents(texts, fields, bad)
 
 
 @dataclass(frozen=True)
@@ -49,19 +61,22 @@ class _Bad:
     problem: str
 
 
-def _parsed(chunk: Chunk, layout: Layout) -> Iterator[tuple[int, str | _Bad]]:
+def _parsed(chunk: Chunk, layout: Layout) -> Iterator[tuple[int, str | _Bad, bytes]]:
+    """The number of each line, its text, and its kept fields."""
+    nothing = kept_fields(None, layout.keep_fields) if layout.keep_fields else b""
     if chunk.problem:
-        yield chunk.line, _Bad(chunk.problem)
+        yield chunk.line, _Bad(chunk.problem), nothing
     elif chunk.kind == "text":
-        yield from _parsed_text(chunk, layout.separator)
+        yield from ((line, found, nothing) for line, found in _parsed_text(chunk, layout.separator))
     elif chunk.kind == "jsonl":
         assert isinstance(chunk.payload, bytes)
         for line, content in enumerate(chunk.payload.split(b"\n"), chunk.line):
             if content.strip():
-                yield line, _json_text(content, layout.text_field)
+                yield line, *_json_text(content, layout, nothing)
     else:
         for line, value in enumerate(chunk.payload, chunk.line):
-            yield line, _Bad("the value is null") if value is None else _decoded(value)  # type: ignore[arg-type]
+            found = _Bad("the value is null") if value is None else _decoded(value)  # type: ignore[arg-type]
+            yield line, found, chunk.fields[line - chunk.line] if chunk.fields else nothing
 
 
 def _decoded(content: bytes) -> str | _Bad:
@@ -71,33 +86,35 @@ def _decoded(content: bytes) -> str | _Bad:
         return _Bad(f"byte {error.start + 1} is not valid UTF-8")
 
 
-def _json_text(content: bytes, text_field: str) -> str | _Bad:
+def _json_text(content: bytes, layout: Layout, nothing: bytes) -> tuple[str | _Bad, bytes]:
+    """The text of a line, and its kept fields (`nothing` where it has none)."""
     decoded = _decoded(content)
     if isinstance(decoded, _Bad):
-        return decoded
+        return decoded, nothing
     if _nesting(decoded) > _NESTING:
-        return _Bad(f"nested deeper than {_NESTING} levels")
+        return _Bad(f"nested deeper than {_NESTING} levels"), nothing
     try:
-        value = json.loads(decoded)
+        value = record = json.loads(decoded)
     except ValueError as error:
-        return _Bad(f"not valid JSON ({error})")
-    if isinstance(value, dict):
+        return _Bad(f"not valid JSON ({error})"), nothing
+    if isinstance(record, dict):
         try:
-            value = find_field(value, text_field)
+            value = find_field(record, layout.text_field)
         except KeyError:
-            return _Bad(f"the object has no field '{text_field}' (--text_field)")
+            return _Bad(f"the object has no field '{layout.text_field}' (--text_field)"), nothing
     elif not isinstance(value, str):
-        return _Bad(f"the text is {type(value).__name__}, not a string")
+        return _Bad(f"the text is {type(value).__name__}, not a string"), nothing
     try:
         value = join_texts(value)
     except TypeError as error:
-        return _Bad(str(error))
+        return _Bad(str(error)), nothing
     if "\\u" in decoded:
         try:
             value.encode()
         except UnicodeEncodeError:
-            return _Bad("the text has half a surrogate pair, which no UTF-8 can express")
-    return value
+            return _Bad("the text has half a surrogate pair, which no UTF-8 can express"), nothing
+    has_fields = layout.keep_fields and isinstance(record, dict)
+    return value, kept_fields(record, layout.keep_fields) if has_fields else nothing
 
 
 def _nesting(content: str) -> int:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
+from preprocessing.fields import kept_fields
 from preprocessing.inputs import CorpusError, InputFile, check_unchanged, open_input
 from preprocessing.tables import open_table
 from preprocessing.tokenizer import cut_place
@@ -38,6 +39,7 @@ class Layout:
 
     text_field: str = "text"  # dotted name, in JSON and tables
     separator: str | None = None  # of text files: any string, WHOLE_FILE, or None for blank lines
+    keep_fields: tuple[str, ...] = ()  # dotted names of what goes into the sidecars
 
     @property
     def pattern(self) -> re.Pattern[bytes] | None:
@@ -51,7 +53,8 @@ class Layout:
 
 def layout_of(arguments: argparse.Namespace) -> Layout:
     """What the flags of cli.add_input_flags say."""
-    return Layout(arguments.text_field, arguments.document_separator)
+    keep_fields = getattr(arguments, "keep_fields", ())  # only where shards are written
+    return Layout(arguments.text_field, arguments.document_separator, keep_fields)
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Chunk:
     opens: bool = True
     closes: bool = True
     problem: str = ""  # why the chunk, one malformed line, was not read
+    fields: list[bytes] | None = None  # of a table: the kept fields of each row
 
     @property
     def num_bytes(self) -> int:
@@ -284,15 +288,24 @@ def _table_chunks(file: InputFile, layout: Layout, position: Position) -> Iterat
     """Cuts after rows. Values travel as bytes: the parser says which row is not UTF-8."""
     with open_table(file.path, file.kind, open_input(file) if isinstance(file.path, str) else None) as table:
         table.check_text(layout.text_field)
+        names = (layout.text_field, *layout.keep_fields)
+        columns = list(dict.fromkeys(name for name in map(table.column_of, names) if name in table.schema.names))
         values: list[bytes | None] = []
-        columns, done, size = [table.column_of(layout.text_field)], position.offset, 0
+        fields: list[bytes] = []
+        done, size = position.offset, 0
+
+        def chunk(read: float) -> Chunk:
+            after, progress = Position(position.file, done, done + 1), int(file.size * read)
+            kept = fields if layout.keep_fields else None
+            return Chunk(str(file.path), file.kind, position.line, values, after, progress, fields=kept)
+
         for batch, read in table.batches(columns, position.offset, ROWS):
             values += table.texts(batch, layout.text_field)
+            if layout.keep_fields:
+                fields += [kept_fields(each, layout.keep_fields) for each in table.records(batch, layout.keep_fields)]
             done, size = done + batch.num_rows, size + sum(len(value or b"") for value in values[-batch.num_rows :])
             if size >= CHUNK_BYTES:
-                after = Position(position.file, done, done + 1)
-                yield Chunk(str(file.path), file.kind, position.line, values, after, int(file.size * read))
-                position, values, size = after, [], 0
+                yield chunk(read)
+                position, values, fields, size = Position(position.file, done, done + 1), [], [], 0
         if values:
-            after = Position(position.file, done, done + 1)
-            yield Chunk(str(file.path), file.kind, position.line, values, after, file.size)
+            yield chunk(1.0)

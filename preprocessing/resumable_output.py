@@ -27,7 +27,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,10 @@ from preprocessing.slices import ShardCutter, SliceWriter, read_progress, read_s
 
 TOKENIZER_NAME = "tokenizer.json"
 PARTS_NAME = ".parts"
-_SLICES_VERSION = 1
-_OURS = re.compile(r"(shard_\d+\.shard(\.offsets)?|manifest\.json|journal\.json|tokenizer\.json)(\.partial)?")
+_SLICES_VERSION = 2
+_OURS = re.compile(
+    r"(shard_\d+\.(shard(\.offsets)?|fields\.jsonl)|manifest\.json|journal\.json|tokenizer\.json)(\.partial)?"
+)
 _SPLITS = ("train", "validation")
 _FLAGS = {
     "inputs": "--input",
@@ -90,10 +92,12 @@ class FolderPlan:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a complete folder holds: the shards of each split, and counts such as of empty documents."""
+    """What a complete folder holds: the shards of each split, counts such as of empty documents, and what the manifests
+    say of each split's sidecars ([]: there are none)."""
 
     shards: list[list[ShardFile]]
     counts: dict[str, int]
+    sidecars: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
 class OutputFolder:
@@ -179,7 +183,7 @@ class OutputFolder:
         for part in progress:
             counts.update(part.counts)
         self._check_bad_lines(counts)
-        make = (plan.tokenizer_hash, plan.vocab_size, plan.shard_size)
+        make = (plan.tokenizer_hash, plan.vocab_size, plan.shard_size, bool(plan.options.get("keep_fields")))
         cutters = [ShardCutter(plan.folder / name, *make) for name in plan.splits]
         try:
             for part in parts:
@@ -191,15 +195,17 @@ class OutputFolder:
         finally:
             for cutter in cutters:
                 cutter.discard()
-        totals = Totals([cutter.finished for cutter in cutters], dict(counts))
+        sidecars = [cutter.describe_sidecars() for cutter in cutters] if plan.options.get("keep_fields") else []
+        totals = Totals([cutter.finished for cutter in cutters], dict(counts), sidecars)
         self._declare_complete(totals) if any(totals.shards) else self._clear()
         return totals
 
     def _declare_complete(self, totals: Totals) -> None:
         plan = self.plan
-        for name, shards in zip(plan.splits, totals.shards, strict=True):
+        for number, (name, shards) in enumerate(zip(plan.splits, totals.shards, strict=True)):
             write_atomically(plan.folder / name / TOKENIZER_NAME, self._tokenizer)
-            created_by = {**plan.made_by, **({"split": name} if name else {}), **totals.counts}
+            sidecars = {"sidecars": totals.sidecars[number]} if totals.sidecars else {}
+            created_by = {**plan.made_by, **({"split": name} if name else {}), **totals.counts, **sidecars}
             write_manifest(plan.folder / name, shards, plan.tokenizer_hash, plan.vocab_size, created_by)
         (plan.folder / JOURNAL_NAME).unlink()
         sync_folder(plan.folder)

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from data.atomic_io import write_atomically
-from data.shards import ShardError, ShardFile, ShardWriter, describe_shard
+from data.atomic_io import PARTIAL_SUFFIX, write_atomically
+from data.shards import ShardError, ShardFile, ShardWriter, describe_shard, sha256_file
 from preprocessing.cli import CommandError
 
 SLICE_TOKENS = 1 << 22  # a slice is held in memory before it is written
+SIDECAR_SUFFIX = ".fields.jsonl"
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class EncodedChunk:
     opens: bool = True
     closes: bool = True
     progress: int = 0  # bytes of the file on the disk that lie before `position`
+    fields: list[bytes] = field(default_factory=list)  # of each document its line of the sidecar; [] without sidecars
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Documents(NamedTuple):
     tokens: np.ndarray  # [N]
     ends: np.ndarray  # [D] int64, ends of documents in `tokens`; what lies behind the last belongs to one that goes on
     words: np.ndarray  # [D] int64, words of these documents
+    fields: np.ndarray  # [bytes] uint8, lines of the sidecar for these documents; empty without sidecars
 
 
 # ---------------------------------------------------------------------------------------------------------- slices
@@ -89,7 +94,7 @@ class SliceWriter:
         try:
             for chunk in chunks:
                 self._state[1].append(chunk)
-                size += len(chunk.tokens) + len(chunk.lengths)
+                size += len(chunk.tokens) + len(chunk.lengths) + sum(map(len, chunk.fields)) // 8
                 if size >= SLICE_TOKENS or time.monotonic() - saved >= self._seconds:
                     self._save()
                     size, saved = 0, time.monotonic()
@@ -124,14 +129,15 @@ def _slice(
             for number in range(splits):
                 chosen = validation == bool(number)
                 tokens = chunk.tokens if chosen.all() else chunk.tokens[np.repeat(chosen, chunk.lengths)]
-                found[number].append(Documents(tokens, np.cumsum(chunk.lengths[chosen]), chunk.words[chosen]))
+                ends, lines = np.cumsum(chunk.lengths[chosen]), _lines(compress(chunk.fields, chosen))
+                found[number].append(Documents(tokens, ends, chunk.words[chosen], lines))
             continue
         if chunk.opens:
             split, open_tokens, open_words = int(validation[0]), 0, 0
         open_tokens, open_words = open_tokens + len(chunk.tokens), open_words + int(chunk.words[0])
         closed = int(chunk.closes and open_tokens > 0)
         ends, words = np.full(closed, len(chunk.tokens)), np.full(closed, open_words)
-        found[split].append(Documents(chunk.tokens, ends, words))
+        found[split].append(Documents(chunk.tokens, ends, words, _lines(chunk.fields[:closed])))
         counts["empty_documents"] += chunk.closes and not closed  # a foreign tokenizer may know no token for a text
     arrays = {f"{name}_{n}": part for n in range(splits) for name, part in _joined(found[n])._asdict().items()}
     after = Progress(before.slices + 1, position, dict(counts), split, open_tokens, open_words, complete)
@@ -146,7 +152,12 @@ def _joined(pieces: list[Documents]) -> Documents:
         np.concatenate([piece.tokens for piece in pieces]) if pieces else empty,
         np.concatenate([empty, *ends]),
         np.concatenate([empty, *(piece.words for piece in pieces)]),
+        np.concatenate([_lines([]), *(piece.fields for piece in pieces)]),
     )
+
+
+def _lines(lines: Iterable[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(line + b"\n" for line in lines), np.uint8)
 
 
 def read_progress(folder: Path) -> Progress:
@@ -162,7 +173,8 @@ def read_slices(folder: Path, splits: int) -> Iterator[list[Documents]]:
     names = [f"{name}_{number}" for number in range(splits) for name in Documents._fields]
     for number in range(read_progress(folder).slices):
         arrays = _arrays(_path(folder, number), names)
-        yield [Documents(*arrays[first : first + 3]) for first in range(0, len(arrays), 3)]
+        size = len(Documents._fields)
+        yield [Documents(*arrays[first : first + size]) for first in range(0, len(arrays), size)]
 
 
 def _path(folder: Path, number: int) -> Path:
@@ -182,22 +194,35 @@ def _arrays(path: Path, names: Iterable[str]) -> list[np.ndarray]:
 # ---------------------------------------------------------------------------------------------------------- shards
 
 
+def sidecar_path(shard: Path) -> Path:
+    """Where the kept fields of a shard's documents are: JSON lines, in the order of the documents."""
+    return shard.with_name(f"{shard.stem}{SIDECAR_SUFFIX}")
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + PARTIAL_SUFFIX)
+
+
 class ShardCutter:
     """The shards of one split: shard_00000.shard, shard_00001.shard, ... Each ends with the document that brings it to
-    `shard_size` tokens. One that is there already, from before an interruption, is not written again."""
+    `shard_size` tokens. One that is there already, from before an interruption, is not written again; neither is its
+    sidecar, which has its name before it."""
 
-    def __init__(self, folder: Path, tokenizer_hash: str, vocab_size: int, shard_size: int) -> None:
+    def __init__(self, folder: Path, tokenizer_hash: str, vocab_size: int, shard_size: int, sidecars: bool) -> None:
         self.folder = folder
         self.finished: list[ShardFile] = []
         self._make = (tokenizer_hash, vocab_size)
         self._shard_size = shard_size
+        self._sidecars = sidecars
         self._writer: ShardWriter | None = None  # None also while documents of a finished shard are passed over
+        self._sidecar: BinaryIO | None = None  # of the shard that is written
         self._tokens = self._words = 0  # of the current shard
         folder.mkdir(exist_ok=True)
 
     def add(self, documents: Documents) -> None:
         """Adds the next documents of the split, or stretches of one."""
-        tokens, ends, words = documents
+        tokens, ends, words, fields = documents
+        line_ends = np.concatenate([[0], np.flatnonzero(fields == ord("\n")) + 1])
         first = start = 0
         while first < len(ends):
             room = self._shard_size - self._tokens
@@ -205,6 +230,8 @@ class ShardCutter:
             stop = int(ends[last - 1])
             self._append(tokens[start:stop], ends[first:last] - start)
             self._words += int(words[first:last].sum())
+            if self._sidecar is not None:
+                self._sidecar.write(fields[line_ends[first] : line_ends[last]].tobytes())
             first, start = last, stop
             if self._tokens >= self._shard_size:
                 self.end()
@@ -215,6 +242,8 @@ class ShardCutter:
             return
         if not self._tokens and not self._path.exists():
             self._writer = ShardWriter(self._path, *self._make)
+            if self._sidecars:
+                self._sidecar = open(_partial(sidecar_path(self._path)), "wb")  # noqa: SIM115 - end or discard closes it
         if self._writer is not None:
             self._writer.append(tokens, ends)
         self._tokens += len(tokens)
@@ -224,16 +253,29 @@ class ShardCutter:
         if not self._tokens:
             return
         path = self._path
+        if self._sidecar is not None:
+            self._sidecar.flush()
+            os.fsync(self._sidecar.fileno())
+            self._sidecar.close()
+            os.replace(_partial(sidecar_path(path)), sidecar_path(path))  # durable when the shard's name is
         shard = describe_shard(path, self._words) if self._writer is None else self._writer.finish(self._words)
         if shard.tokens != self._tokens:
             raise ShardError(f"{path} is not the shard that was made before the interruption; remove it and run again")
         self.finished.append(shard)
-        self._writer, self._tokens, self._words = None, 0, 0
+        self._writer, self._sidecar, self._tokens, self._words = None, None, 0, 0
+
+    def describe_sidecars(self) -> list[dict[str, Any]]:
+        """Of the finished shards, for the manifest: file, bytes, SHA-256."""
+        paths = [sidecar_path(self.folder / shard.file) for shard in self.finished]
+        return [{"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in paths]
 
     def discard(self) -> None:
         """Removes the shard that is not finished."""
         if self._writer is not None:
             self._writer.discard()
+        if self._sidecar is not None:
+            self._sidecar.close()
+            _partial(sidecar_path(self._path)).unlink(missing_ok=True)
 
     @property
     def _path(self) -> Path:

@@ -81,10 +81,6 @@ class Table:
         remedy = f"set --text_field to one of {', '.join(textual)}" if textual else "no other column holds text"
         raise CorpusError(f"{self._path}: the column '{name}' {found}; {remedy}")
 
-    def has(self, name: str) -> bool:
-        """Whether a dotted name leads to a column or a field in one."""
-        return self._type_of(name) is not None
-
     def _names(self, fields: Any, before: str = "") -> Iterator[str]:
         """Dotted names of all text in a schema or struct."""
         for field in fields:
@@ -127,6 +123,14 @@ class Table:
         """The text of each row, which may be no UTF-8; None where any of it is null."""
         column = self.column_of(name)
         return self._texts(batch.column(column), name[len(column) + 1 :])
+
+    def records(self, batch: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+        """The rows of a batch with the columns that dotted names begin with, as Python's objects."""
+        columns = dict.fromkeys(self.column_of(name) for name in names)
+        try:
+            return batch.select([name for name in columns if name in self.schema.names]).to_pylist()
+        except UnicodeDecodeError as error:
+            raise CorpusError(f"{self._path}: a field of --keep_fields is not valid UTF-8 ({error})") from None
 
     def _texts(self, values: Any, name: str) -> list[bytes | None]:
         if self._types.is_dictionary(values.type):

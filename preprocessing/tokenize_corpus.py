@@ -39,6 +39,7 @@ from preprocessing.cli import (
     Terminated,
     add_input_flags,
     add_shard_flags,
+    field_names,
     positive_int,
     run,
 )
@@ -184,6 +185,7 @@ def _plan(files: Sequence[InputFile], output: Path, settings: EncoderSettings, s
             "script": "preprocessing/tokenize_corpus.py",
             "text_field": settings.layout.text_field,
             "document_separator": settings.layout.separator,
+            "keep_fields": list(settings.layout.keep_fields) or None,
             "other_files": settings.other_files,
             "validation_fraction": settings.validation_fraction,
             "shard_size": shard_size,
@@ -209,6 +211,9 @@ def print_summary(summary: Summary) -> None:
     print(f"dropped: {empty}, {bad}")
     if counts["special_tokens"]:
         print(f"note: the tokenizer produced {count(counts['special_tokens'], 'special id')} such as <unk>")
+    for key, number in counts.items():
+        if number and key.startswith("without_"):
+            print(f"note: {count(number, 'document')} without {key.removeprefix('without_')} (--keep_fields)")
     print(f"{summary.seconds:.1f} seconds, {summary.bytes_per_second / 1e6:.1f} MB of text per second")
 
 
@@ -216,6 +221,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser("Tokenise text into shards; run again after an interruption, it continues.")
     add_input_flags(parser)
     add_shard_flags(parser, "tokenizer.json, see train_tokenizer.py")
+    parser.add_argument(
+        "--keep_fields",
+        type=field_names,
+        default=(),
+        metavar="NAME,...",
+        help="fields or columns, such as id,url,meta.language, to write beside each shard as shard_00000.fields.jsonl, "
+        "a line a document; inspect_shards.py shows them",
+    )
     parser.add_argument(
         "--workers",
         type=positive_int,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import signal
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import compress
 from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -48,15 +50,24 @@ class ChunkEncoder:
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         """Raises CorpusError for a malformed line, unless bad lines are to be skipped."""
-        found, bad = parse_chunk(chunk, self._settings.layout, self._settings.skip_bad_lines)
+        layout = self._settings.layout
+        found = parse_chunk(chunk, layout, self._settings.skip_bad_lines)
         is_piece = not (chunk.opens and chunk.closes)
-        texts = found if is_piece else [text for text in found if text and not text.isspace()]
+        kept = [is_piece or (text != "" and not text.isspace()) for text in found.texts]
+        texts, fields = list(compress(found.texts, kept)), list(compress(found.fields, kept))
         tokens, lengths = self._encoder.encode(texts)
         words = np.array([len(text.split()) for text in texts], np.int64)
         validation = np.array([is_validation(text, self._settings.validation_fraction) for text in texts], bool)
         if not is_piece and not lengths.all():  # a foreign tokenizer may know no token for a text
-            kept = lengths > 0
-            lengths, words, validation = lengths[kept], words[kept], validation[kept]
+            some = lengths > 0
+            lengths, words, validation, fields = (
+                lengths[some],
+                words[some],
+                validation[some],
+                list(compress(fields, some)),
+            )
+        parsed = [json.loads(line) for line in fields] if chunk.closes else []
+        without = {f"without_{name}": sum(each[name] is None for each in parsed) for name in layout.keep_fields}
         return EncodedChunk(
             tokens=tokens.astype(self._dtype),
             lengths=lengths,
@@ -64,11 +75,13 @@ class ChunkEncoder:
             validation=validation,
             position=asdict(chunk.end),
             counts={
-                "empty_documents": 0 if is_piece else len(found) - len(lengths),
-                "bad_lines": bad,
+                "empty_documents": 0 if is_piece else len(found.texts) - len(lengths),
+                "bad_lines": found.bad,
                 "special_tokens": int(self._is_special[tokens].sum()),
                 "text_bytes": chunk.num_bytes,
+                **without,
             },
+            fields=fields,
             opens=chunk.opens,
             closes=chunk.closes,
             progress=chunk.progress,

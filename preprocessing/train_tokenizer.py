@@ -106,7 +106,7 @@ def read_documents(
     before = [0, *accumulate(file.size for file in files)]  # bytes before each file
     with tqdm(total=before[-1], unit="B", unit_scale=True, desc=progress, disable=not progress) as bar:
         for chunk in read_chunks(files, layout):
-            yield from parse_chunk(chunk, layout, skip_bad_lines)[0]
+            yield from parse_chunk(chunk, layout, skip_bad_lines).texts
             bar.update(before[chunk.end.file] + chunk.progress - bar.n)
 
 

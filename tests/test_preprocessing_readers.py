@@ -41,7 +41,7 @@ def documents_of(
     """All documents, parts joined."""
     found: list[str] = []
     for chunk in read_chunks(files, Layout(**layout), start):
-        texts, _ = parse_chunk(chunk, Layout(**layout), skip_bad_lines)
+        texts = parse_chunk(chunk, Layout(**layout), skip_bad_lines).texts
         if chunk.opens:
             found += texts
         else:
@@ -226,8 +226,8 @@ def test_malformed_lines(tmp_path, name, content, problem):
     with pytest.raises(CorpusError, match=rf"{name}, {problem}.*; correct it or add --skip_bad_lines$"):
         read(tmp_path / name)
     parsed = [parse_chunk(chunk, skip_bad_lines=True) for chunk in read_chunks(find_inputs([tmp_path / name]))]
-    assert [text for texts, _ in parsed for text in texts] == ["a", "c"]
-    assert sum(bad for _, bad in parsed) == 1
+    assert [text for found in parsed for text in found.texts] == ["a", "c"]
+    assert sum(found.bad for found in parsed) == 1
 
 
 def test_json_nesting_limit_is_the_same_in_workers(tmp_path):
@@ -252,7 +252,7 @@ def test_malformed_rows(tmp_path):
     (chunk,) = read_chunks(find_inputs([tmp_path / "x.parquet"]))
     with pytest.raises(CorpusError, match=r"x\.parquet, row 2: byte 1 is not valid UTF-8"):
         parse_chunk(chunk)
-    assert parse_chunk(chunk, skip_bad_lines=True) == (["a", "c"], 2)
+    assert parse_chunk(chunk, skip_bad_lines=True) == (["a", "c"], [], 2)
 
 
 def test_line_numbers_across_chunks(tmp_path, monkeypatch):
@@ -421,7 +421,7 @@ def test_reading_resumes_from_any_position(tmp_path, monkeypatch, name):
     assert documents_of(files) == [*texts, "last"]
     seen = 0
     for chunk in chunks:
-        seen += len(parse_chunk(chunk)[0])
+        seen += len(parse_chunk(chunk).texts)
         assert documents_of(files, start=chunk.end) == [*texts, "last"][seen:]
     assert chunks[-2].progress == files[0].size
 
