@@ -215,10 +215,13 @@ class TextStream:
         return new
 
 
-def add_model_flags(parser: Parser) -> None:
-    """The flags that choose a model: MODEL, --ema and --device."""
+def add_model_flags(parser: Parser, several: bool = False) -> None:
+    """The flags that choose a model, or several: MODEL, --ema and --device."""
     parser.add_argument(
-        "model", metavar="MODEL", help="run folder (its newest checkpoint), checkpoint, or exported folder"
+        "model",
+        metavar="MODEL",
+        nargs="+" if several else None,
+        help="run folder (its newest checkpoint), checkpoint, or exported folder",
     )
     parser.add_argument("--ema", action="store_true", help="use the averaged weights (default: the trained weights)")
     parser.add_argument(

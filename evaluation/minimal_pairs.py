@@ -32,6 +32,7 @@ from evaluation.generation import UsageError, run
 from evaluation.minimal_pairs_plot import check_plot, draw
 from evaluation.pair_accuracy import (
     Accuracy,
+    Grouped,
     Pair,
     PairScorer,
     PairSet,
@@ -180,7 +181,7 @@ def summarise(
     return found
 
 
-def accuracies(pairs: Sequence[Pair], right: np.ndarray) -> dict[str, Any]:
+def accuracies(pairs: Sequence[Grouped], right: np.ndarray) -> dict[str, Any]:
     """All results of pairs, right 1, wrong 0, tied 0.5 ([n]), as JSON."""
     groups = {}
     for field in grouping_fields(pairs):

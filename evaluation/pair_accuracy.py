@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -65,6 +65,16 @@ class PairSet:
     pairs: tuple[Pair, ...]
 
 
+class Grouped(Protocol):
+    """What results are grouped by: a pair, or another item with choices."""
+
+    @property
+    def paradigm(self) -> str: ...
+
+    @property
+    def fields(self) -> Mapping[str, Any]: ...
+
+
 class Accuracy(NamedTuple):
     """A fraction in 0..1 with its 95 % interval, and the number of pairs it is of."""
 
@@ -90,11 +100,11 @@ def read_pair_sets(paths: Sequence[str | Path], flag: str) -> list[PairSet]:
                 raise ConfigError(f"{flag}: folder {path} holds no .jsonl file; give files with sentence pairs")
             for folder in folders:
                 files = sorted(folder.glob("*.jsonl"))
-                pairs = tuple(pair for file in files for pair in _read_file(file, flag))
+                pairs = tuple(pair for file in files for pair in read_pairs(file, flag))
                 inside = folder.relative_to(path).as_posix()
                 sets.append(PairSet(path.resolve().name if folder == path else inside, pairs))
         else:
-            sets.append(PairSet(path.stem, tuple(_read_file(path, flag))))
+            sets.append(PairSet(path.stem, tuple(read_pairs(path, flag))))
     names = [found.name for found in sets]
     for name in names:
         if names.count(name) > 1:
@@ -102,35 +112,56 @@ def read_pair_sets(paths: Sequence[str | Path], flag: str) -> list[PairSet]:
     return sets
 
 
-def _read_file(path: Path, flag: str) -> list[Pair]:
+def read_pairs(path: Path, flag: str) -> list[Pair]:
+    """The pairs of a file. Raises ConfigError."""
+    pairs = []
+    for where, value in read_lines(path, flag, "pair"):
+        good, bad = (text_of(value, key, where) for key in _SENTENCES)
+        fields = {key: content for key, content in value.items() if key not in _SENTENCES}
+        pairs.append(Pair(path.stem, good, bad, fields))
+    return pairs
+
+
+def read_lines(path: Path, flag: str, thing: str) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file, each with where it stands, for errors. Raises ConfigError.
+
+    thing: what a line holds. A line with another value than an object counts as an empty one.
+    """
+    found = []
+    for number, line in enumerate(read_text(path, flag).split("\n"), 1):
+        if line.strip():
+            where = f"{flag}: {path}, line {number}"
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{where}: not valid JSON ({error})") from None
+            found.append((where, value if isinstance(value, dict) else {}))
+    if not found:
+        raise ConfigError(f"{flag}: {path} holds no {thing}")
+    return found
+
+
+def read_text(path: Path, flag: str) -> str:
+    """The UTF-8 text of a file. Raises ConfigError."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{flag}: {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{flag}: {path} is not UTF-8 text (byte {error.start})") from None
-    pairs = [_read_pair(line, path, number, flag) for number, line in enumerate(lines, 1) if line.strip()]
-    if not pairs:
-        raise ConfigError(f"{flag}: {path} holds no pair")
-    return pairs
 
 
-def _read_pair(line: str, path: Path, number: int, flag: str) -> Pair:
+def text_of(value: Mapping[str, Any], key: str, where: str, may_be_empty: bool = False) -> str:
+    """The text under a key of a line. Raises ConfigError where there is none."""
+    text = value.get(key)
+    if not isinstance(text, str) or not (text.strip() or may_be_empty):
+        found = f"is {text!r}" if key in value else "is missing"
+        raise ConfigError(f'{where}: "{key}" {found}; it must be a sentence')
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{flag}: {path}, line {number}: not valid JSON ({error})") from None
-    for key in _SENTENCES:
-        sentence = value.get(key) if isinstance(value, dict) else None
-        if not isinstance(sentence, str) or not sentence.strip():
-            found = f"is {sentence!r}" if isinstance(value, dict) and key in value else "is missing"
-            raise ConfigError(f'{flag}: {path}, line {number}: "{key}" {found}; it must be a sentence')
-        try:
-            sentence.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(f'{flag}: {path}, line {number}: "{key}" has half a surrogate pair') from None
-    fields = {key: content for key, content in value.items() if key not in _SENTENCES}
-    return Pair(path.stem, value[_SENTENCES[0]], value[_SENTENCES[1]], fields)
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f'{where}: "{key}" has half a surrogate pair') from None
+    return text
 
 
 # Scoring
@@ -189,9 +220,12 @@ def chosen_modes(mode: str) -> tuple[str, ...]:
 
 
 def correctness(scores: np.ndarray) -> np.ndarray:
-    """1.0 where the good sentence of a pair has the higher score, 0.5 where both have the same; [..., 2] -> [...]."""
-    good, bad = scores[..., 0], scores[..., 1]
-    return (good > bad) + 0.5 * (good == bad)
+    """How far the first of C choices wins: 1 where it has the highest score, 1 / k where k share it, else 0.
+
+    [..., C] -> [...]; of a pair of sentences the good one is the first.
+    """
+    best = scores == scores.max(axis=-1, keepdims=True)
+    return best[..., 0] / np.maximum(best.sum(axis=-1), 1)  # NaN is best nowhere
 
 
 def accuracy(right: np.ndarray) -> Accuracy:
@@ -218,12 +252,12 @@ def by_group(names: Sequence[str], right: np.ndarray) -> dict[str, Accuracy]:
     return {name: accuracy(right[index]) for name, index in members.items()}
 
 
-def mean_of_paradigms(pairs: Sequence[Pair], right: np.ndarray) -> Accuracy:
+def mean_of_paradigms(pairs: Sequence[Grouped], right: np.ndarray) -> Accuracy:
     """The headline number of BLiMP: every file weighs the same."""
     return mean_accuracy(list(by_group([pair.paradigm for pair in pairs], right).values()))
 
 
-def grouping_fields(pairs: Sequence[Pair]) -> list[str]:
+def grouping_fields(pairs: Sequence[Grouped]) -> list[str]:
     """Fields that put pairs into groups: text or yes/no, a few values, and other groups than the files."""
     fields = list(dict.fromkeys(key for pair in pairs for key in pair.fields))
     found = []

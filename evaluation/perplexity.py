@@ -284,7 +284,8 @@ def windows(corpus: Corpus, special: SpecialIds, seq_length: int, row_start: boo
                 scored.append(len(window))
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(part) for part in parts])])
     flat = np.concatenate(parts)
-    return TokenizedSentences(flat, np.arange(len(flat)), starts, np.array(scored, np.int64))
+    counts = np.array(scored, np.int64)
+    return TokenizedSentences(flat, np.arange(len(flat)), starts, np.ones_like(counts), counts)
 
 
 def _exp(loss: float) -> float:

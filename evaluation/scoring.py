@@ -39,9 +39,12 @@ class ScoringModel:
         return self.loaded.model.predict(hidden.flatten(0, 1).index_select(0, positions))
 
 
-def add_scoring_flags(parser: Parser, document_end: bool | None) -> None:
-    """The flags that choose a model and say how it is run. document_end: the default of that flag, None as trained."""
-    add_model_flags(parser)
+def add_scoring_flags(parser: Parser, document_end: bool | None, several: bool = False) -> None:
+    """The flags that choose a model, or several, and say how it is run.
+
+    document_end: the default of that flag, None as trained.
+    """
+    add_model_flags(parser, several)
     parser.add_argument(
         "--document_end", action=argparse.BooleanOptionalAction, default=document_end,
         help="close texts with </s> (default: "

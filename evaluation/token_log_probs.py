@@ -12,6 +12,7 @@ nothing but rounding.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,16 +36,23 @@ class TokenizedSentences:
     """Token ids of S sentences, one after the other.
 
     ids: int64 [N]. words: int64 [N], the number of the word that each token belongs to. starts: int64 [S + 1].
-    scored: int64 [S]; tokens 1 .. scored[s] of sentence s are scored, token 0 is only read (`<s>`).
+    first, scored: int64 [S]; tokens first[s] .. scored[s] of sentence s are scored, maybe none; those before, of which
+    token 0 is `<s>`, are only read.
     """
 
     ids: np.ndarray
     words: np.ndarray
     starts: np.ndarray
+    first: np.ndarray
     scored: np.ndarray
 
     def __len__(self) -> int:
         return len(self.scored)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """How many tokens of each sentence are scored, int64 [S]."""
+        return np.maximum(self.scored - self.first + 1, 0)
 
 
 @dataclass(frozen=True)
@@ -102,8 +110,14 @@ class _Batch:
         return _Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors))
 
 
-def encode_sentences(tokenizer: Tokenizer, texts: Sequence[str], special: SpecialIds) -> TokenizedSentences:
-    """Tokenise texts; words are what the tokenizer's pre-tokeniser cuts a text into."""
+def encode_sentences(
+    tokenizer: Tokenizer, texts: Sequence[str], special: SpecialIds, contexts: Sequence[int] | None = None
+) -> TokenizedSentences:
+    """Tokenise texts; words are what the tokenizer's pre-tokeniser cuts a text into.
+
+    contexts: of how many characters at the beginning of each text the tokens are only read (default: none). A token
+    that has characters on both sides is scored, as one of " word" is.
+    """
     encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
     end = [] if special.eos is None else [special.eos]
     lengths = np.array([1 + len(encoding.ids) + len(end) for encoding in encodings], np.int64)
@@ -114,7 +128,30 @@ def encode_sentences(tokenizer: Tokenizer, texts: Sequence[str], special: Specia
         own = range(-2, -2 - len(encoding.ids), -1)  # a token that the tokenizer puts into no word is one by itself
         named = [alone if word is None else word for word, alone in zip(encoding.word_ids, own, strict=True)]
         words[start + 1 : stop - len(end)] = named
-    return TokenizedSentences(ids, words, starts, lengths - 1 - len(end))
+    first = np.ones(len(encodings), np.int64)
+    for index, characters in enumerate(contexts or ()):
+        if characters:
+            first[index] += bisect_right([stop for _, stop in encodings[index].offsets], characters)
+    return TokenizedSentences(ids, words, starts, first, lengths - 1 - len(end))
+
+
+def encode_ids(rows: Sequence[list[int]], first: Sequence[int], special: SpecialIds, behind: int) -> TokenizedSentences:
+    """Sentences of given ids, `<s>` first: tokens first[s] and on are scored but for the `behind` last ones."""
+    end = [] if special.eos is None else [special.eos]
+    flat = np.array([number for row in rows for number in (*row, *end)], np.int64)
+    lengths = np.array([len(row) for row in rows], np.int64)
+    starts = np.concatenate([np.zeros(1, np.int64), (lengths + len(end)).cumsum()])
+    return TokenizedSentences(flat, np.arange(len(flat)), starts, np.array(first, np.int64), lengths - 1 - behind)
+
+
+def joined(parts: Sequence[TokenizedSentences]) -> TokenizedSentences:
+    """The sentences of all parts, so that they can share batches."""
+    lengths = np.concatenate([np.diff(part.starts) for part in parts])
+    starts = np.concatenate([np.zeros(1, np.int64), lengths.cumsum()])
+    ids, words, first, scored = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "words", "first", "scored")
+    )
+    return TokenizedSentences(ids, words, starts, first, scored)
 
 
 def count_tokens(sentences: TokenizedSentences, causal: bool) -> int:
@@ -177,11 +214,11 @@ def log_probabilities(logits: Tensor, labels: Tensor, temperatures: tuple[float,
 
 
 def _documents(sentences: TokenizedSentences, causal: bool) -> _Documents:
-    everyone = np.arange(len(sentences))
     if causal:  # the last scored token is only predicted
-        return _Documents(everyone, sentences.scored, np.zeros_like(everyone))
-    owner, masked = _count_up(sentences.scored)
-    return _Documents(owner, np.diff(sentences.starts)[owner], masked + 1)
+        having = np.flatnonzero(sentences.counts)
+        return _Documents(having, sentences.scored[having], np.zeros_like(having))
+    owner, number = _count_up(sentences.counts)
+    return _Documents(owner, np.diff(sentences.starts)[owner], sentences.first[owner] + number)
 
 
 def _count_up(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -224,7 +261,8 @@ def _assemble(
     source, target = starts[owner] + offset, base[owner] + offset  # in the sentences' ids, in the flat batch
     ids = sentences.ids[source]
     if causal:
-        positions, scored = target, source + 1  # output i predicts token i + 1
+        wanted = offset + 1 >= sentences.first[documents.sentences][owner]
+        positions, scored = target[wanted], source[wanted] + 1  # output i predicts token i + 1
     else:
         hidden = offset == documents.masked[owner]
         scored = starts + documents.masked

@@ -173,7 +173,7 @@ def test_a_model_trained_to_prefer_something_is_right_always():
         flat = np.concatenate(both)
         starts = np.cumsum([0, *(len(ids) for ids in both)])
         scorer.sentences = TokenizedSentences(
-            flat, np.arange(len(flat)), starts, np.array([len(ids) - 2 for ids in both])
+            flat, np.arange(len(flat)), starts, np.ones(len(both), int), np.array([len(ids) - 2 for ids in both])
         )
         return evaluate_pairs(model, scorer, WORLD, BatchShape(4, 16), "all", autocast=False)
 

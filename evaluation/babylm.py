@@ -1,0 +1,265 @@
+"""BabyLM's zero-shot tasks: all that a folder of the evaluation pipeline holds, for any number of checkpoints.
+
+    python evaluation/babylm.py runs/my_first --ema --data evaluation_data/full_eval --output results
+    python evaluation/babylm.py exported/chck_*M --data evaluation_data/fast_eval --mode causal
+
+Folders are known by how their names begin: blimp, supplement, ewok, entity_tracking, comps, wug_adj, wug_past, reading;
+what is left out is said. Accuracies are means over UIDs, of entity tracking over files of these, with 95 % intervals;
+ties count as 1 / k, "official" in the JSON counts them as right, as BabyLM's script does. WUG is Spearman's rho with
+people's choices, reading the gain in R2 that surprisals bring.
+
+--output gets FOLDER/MODEL/REVISION/zero_shot/: results.json, and BACKEND/TASK/DATASET/predictions.json for the
+leaderboard (backends causal, mlm for masked, fused). REVISION is the name of a checkpoint (chck_1M), else main.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+from tqdm import tqdm
+
+from data.atomic_io import write_atomically
+from data.cli import Parser
+from data.wording import count
+from evaluation import reading_times, zero_shot
+from evaluation.generation import UsageError, run
+from evaluation.pair_accuracy import chosen_modes, objectives
+from evaluation.reading_times import ReadingTimes, encode_places, read_reading_times, surprisals
+from evaluation.scoring import (
+    ScoringModel,
+    add_scoring_flags,
+    check_output,
+    check_scoring_flags,
+    enough_memory,
+    load_for_scoring,
+)
+from evaluation.token_log_probs import TokenizedSentences, count_tokens, joined, sentence_sums, token_scores
+from evaluation.zero_shot import READING, Dataset, by_item, encode_items, find_datasets
+from export.hf_format import is_exported
+from training.checkpoint import locate
+
+_BACKENDS = {"masked": "mlm", "causal": "causal", "fused": "fused"}
+_MAIN = "main"  # the revision of what is no checkpoint by its name
+
+
+@dataclass(frozen=True)
+class Suite:
+    """All datasets; `words` are those of reading times by the names of their datasets."""
+
+    datasets: tuple[Dataset, ...]
+    words: dict[str, ReadingTimes]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    return run(evaluate, parse_arguments(arguments))
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(__doc__)
+    add_scoring_flags(parser, document_end=False, several=True)
+    parser.add_argument("--data", required=True, metavar="FOLDER", help="the pipeline's folder, or any part of it")
+    parser.add_argument(
+        "--mode", choices=("all", "masked", "causal", "fused"), default="all",
+        help="masked: each token masked in turn; causal: left to right; fused: the mean of both (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--output", metavar="FOLDER", help="write results and predictions below this folder")
+    return parser.parse_args(arguments)
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Print the results of every model, and write what --output asks for."""
+    check_scoring_flags(options)
+    names = [model_name(path, options.ema) for path in options.model]
+    for path, name in zip(options.model, names, strict=True):
+        if options.output and names.count(name) > 1:
+            raise UsageError(f"MODEL {path}: two models would write to {'/'.join(name)}; rename one of the folders.")
+        if options.output:
+            check_output(str(Path(options.output, *name, "zero_shot", "results.json")), "--output")
+        if not is_exported(Path(path)):
+            locate(path, say=lambda _: None)  # a model that is not there is said before the first is scored
+    datasets, notes = find_datasets(Path(options.data), "--data")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    readings = {each.name: read_reading_times(each.path, "--data") for each in datasets if each.task == READING}
+    suite, modes = Suite(tuple(datasets), readings), chosen_modes(options.mode)
+
+    every: list[dict[str, Any]] = []
+    for path, name in zip(options.model, names, strict=True):
+        model = load_for_scoring(argparse.Namespace(**{**vars(options), "model": path}))
+        with enough_memory():
+            scores = score(model, suite, modes)
+        found = {
+            "model": str(path),
+            "revision": name[1],
+            "weights": "ema" if options.ema else "trained",
+            "document_end": model.special.eos is not None,
+            "datasets": {each.name: summarise(each, suite, scores) for each in suite.datasets},
+        }
+        print("\n".join(table(f"{'/'.join(name)}", found["datasets"], modes)), flush=True)
+        if options.output:
+            write(Path(options.output, *name, "zero_shot"), suite, scores, found)
+        every.append(found)
+    if len(every) > 1:
+        print("\n".join(overview(["/".join(name) for name in names], every, modes)))
+
+
+def model_name(path: str, ema: bool) -> tuple[str, str]:
+    """The names of a model and of its revision: a checkpoint of a run, or a folder called chck_..., is a revision."""
+    folder, suffix = Path(path).resolve(), "-ema" if ema else ""
+    if folder.parent.name == "checkpoints":
+        return f"{folder.parent.parent.name}{suffix}", folder.name
+    if folder.name.startswith("chck_"):
+        return f"{folder.parent.name}{suffix}", folder.name
+    return f"{folder.name}{suffix}", _MAIN
+
+
+# Scoring
+
+
+def score(model: ScoringModel, suite: Suite, modes: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
+    """For each mode and dataset the choices' scores [items, C], or surprisals in nats [2 n].
+
+    All texts of all tasks share batches.
+    """
+    tokenizer, special = model.loaded.tokenizer, model.special
+    choices = {each.name: encode_items(each.items, tokenizer, special) for each in suite.datasets if each.items}
+    say_of_texts(list(choices.values()), getattr(model.loaded.model, "config", None))
+    needed = objectives(modes)
+    words = {
+        (name, objective): encode_places(data.places, tokenizer, special, objective == "causal")
+        for name, data in suite.words.items()
+        for objective in needed
+    }
+    sentences = {
+        objective: joined([*choices.values(), *(words[name, objective][0] for name in suite.words)])
+        for objective in needed
+    }
+    scores: dict[str, dict[str, np.ndarray]] = {}
+    total = sum(count_tokens(texts, objective == "causal") for objective, texts in sentences.items())
+    with tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
+        for objective, texts in sentences.items():
+            by_token = token_scores(
+                model, texts, special, model.world, model.shape, causal=objective == "causal",
+                autocast=model.autocast, progress=bar.update,
+            )  # fmt: skip
+            parts = [*choices.values(), *(words[name, objective][0] for name in suite.words)]
+            ends = np.cumsum([len(part) for part in parts])
+            sums = dict(zip([*choices, *suite.words], np.split(sentence_sums(texts, by_token)[0], ends), strict=False))
+            items = {each.name: by_item(each.items, sums[each.name]) for each in suite.datasets if each.items}
+            read = {
+                name: surprisals(sums[name], words[name, objective][1], len(data.places))
+                for name, data in suite.words.items()
+            }
+            scores[objective] = {**items, **read}
+    if "fused" in modes:
+        scores["fused"] = {name: (scores["masked"][name] + scores["causal"][name]) / 2 for name in scores["masked"]}
+    return {mode: scores[mode] for mode in modes}
+
+
+def say_of_texts(parts: Sequence[TokenizedSentences], config: Any) -> None:
+    """Say what scores may surprise: texts beyond the model's positions, choices without a token."""
+    positions = getattr(config, "max_position_embeddings", None)
+    lengths = np.concatenate([np.diff(part.starts) for part in parts]) if parts else np.zeros(0)
+    if positions and (longer := int((lengths > positions).sum())):
+        print(
+            f"note: {count(longer, 'text')} of up to {int(lengths.max()):,} tokens, beyond the model's {positions} "
+            "positions: they are read whole, distances beyond being unlike any in training",
+            file=sys.stderr,
+        )
+    if empty := sum(int((part.counts == 0).sum()) for part in parts):
+        print(
+            f"note: {count(empty, 'choice')} without a token (characters that the tokenizer drops): log-probability 0",
+            file=sys.stderr,
+        )
+
+
+# Results
+
+
+def summarise(dataset: Dataset, suite: Suite, scores: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
+    """A dataset's results as JSON."""
+    if dataset.task == READING:
+        words = suite.words[dataset.name]
+        modes = {mode: reading_times.results(words, found[dataset.name]) for mode, found in scores.items()}
+        return {"task": dataset.task, "items": len(words.places) // 2, "modes": modes}
+    modes = {mode: zero_shot.results(dataset.items, found[dataset.name]) for mode, found in scores.items()}
+    return {"task": dataset.task, "items": len(dataset.items), "modes": modes}
+
+
+def headlines(name: str, found: dict[str, Any]) -> list[tuple[str, dict[str, tuple[float, float, float]]]]:
+    """A dataset's lines of the table: by mode the value and its interval, in percent but for rho."""
+    cells: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for mode, entry in found["modes"].items():
+        if "spearman" in entry:
+            cells.setdefault(f"{name} (rho)", {})[mode] = (entry["spearman"], entry["low"], entry["high"])
+        elif "mean" in entry:
+            mean = entry["mean"]
+            cells.setdefault(name, {})[mode] = (100 * mean["accuracy"], 100 * mean["low"], 100 * mean["high"])
+        for part, label in (("eye_tracking", "eyes"), ("self_paced", "self-paced")):
+            if part in entry:
+                gain = entry[part]
+                values = (100 * gain["gain"], 100 * gain["low"], 100 * gain["high"])
+                cells.setdefault(f"{name}, {label} (R2 +)", {})[mode] = values
+    return list(cells.items())
+
+
+def table(title: str, datasets: dict[str, Any], modes: Sequence[str]) -> list[str]:
+    """A model's results as lines: percentages, rho and gains in R2 (in percent) with 95 % intervals."""
+    rows = [(label, cells, of["items"]) for name, of in datasets.items() for label, cells in headlines(name, of)]
+    width = max((len(label) for label, _, _ in rows), default=0)
+    lines = [title, " " * width + "".join(f"  {mode:>22}" for mode in modes) + "     items"]
+    for label, cells, items in rows:
+        digits = 3 if label.endswith("(rho)") else 2 if label.endswith("(R2 +)") else 1
+        shown = (
+            "  " + f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]".rjust(22)
+            for value, low, high in (cells[mode] for mode in modes)
+        )
+        lines.append(f"{label:<{width}}{''.join(shown)}  {items:>8,}")
+    ties = {mode: sum(of["modes"][mode].get("ties", 0) for of in datasets.values()) for mode in modes}
+    if any(ties.values()):
+        counts = ", ".join(f"{mode} {number:,}" for mode, number in ties.items())
+        lines.append(f"ties between the right choice and k - 1 others, each counted as 1 / k: {counts}")
+    return [*lines, ""]
+
+
+def overview(names: Sequence[str], every: Sequence[dict[str, Any]], modes: Sequence[str]) -> list[str]:
+    """All models beside each other: for each mode a line a model, a column a result."""
+    width, lines = max(map(len, names)), []
+    rows = [[row for name, of in found["datasets"].items() for row in headlines(name, of)] for found in every]
+    for mode in modes:
+        heads = [label for label, _ in rows[0]]
+        lines.append(f"{mode:<{width}}" + "".join(f"  {head}" for head in heads))
+        for name, row in zip(names, rows, strict=True):
+            values = (f"  {cells[mode][0]:>{len(head)}.2f}" for head, (_, cells) in zip(heads, row, strict=True))
+            lines.append(f"{name:<{width}}{''.join(values)}")
+        lines.append("")
+    return lines
+
+
+def write(folder: Path, suite: Suite, scores: dict[str, dict[str, np.ndarray]], found: dict[str, Any]) -> None:
+    """results.json, and BabyLM's file of predictions for each backend, task and dataset."""
+    for mode, of in scores.items():
+        for each in suite.datasets:
+            if each.task == READING:
+                content = reading_times.predictions(of[each.name])
+            else:
+                content = zero_shot.predictions(each.items, of[each.name])
+            file = folder / _BACKENDS[mode] / each.task / each.name / "predictions.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, json.dumps(content, ensure_ascii=False).encode())
+    write_atomically(folder / "results.json", (json.dumps(found, indent=1) + "\n").encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

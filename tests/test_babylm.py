@@ -1,0 +1,349 @@
+"""BabyLM's zero-shot tasks: scores of every format against brute force in float64, results, files, what is refused."""
+
+import copy
+import csv
+import json
+import math
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny_evaluation import reference, tiny_config, tiny_model
+from helpers.tiny_runs import TEXT, train_on
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from evaluation import babylm, reading_times, zero_shot
+from evaluation.babylm import model_name, say_of_texts
+from evaluation.reading_times import ReadingTimes, encode_places, r_squared, surprisals
+from evaluation.token_log_probs import BatchShape, SpecialIds, joined, sentence_sums, token_scores
+from evaluation.zero_shot import Item, encode_items, find_datasets
+from model_extra import GPTBert
+from training.checkpoint import write_checkpoint
+from training.config import ConfigError
+from training.distributed import World
+from training.environment import Environment
+
+WORLD = World(0, 1, torch.device("cpu"), Environment("none"))
+SPECIAL = SpecialIds(bos=1, eos=None, pad=3, mask=4)
+MODES = ("masked", "causal", "fused")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_on(TEXT, 300)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Tokenizer) -> GPTBert:
+    """With weights enlarged so that scores differ widely."""
+    return tiny_model(tokenizer.get_vocab_size(), scale=2)
+
+
+@pytest.fixture(scope="module")
+def exact(model: GPTBert) -> GPTBert:
+    return copy.deepcopy(model).double()
+
+
+def write_lines(path: Path, lines: list) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+EWOK = {"Domain": "space", "Context2": "x", "ContextType": "direct", "ContextDiff": "a", "TargetDiff": "b"}
+PAIR = {"sentence_good": "The list holds.", "sentence_bad": "The lists holds."}
+PLACES = [
+    ("", "The", "", ""),
+    ("The", "function", "", "The"),
+    ("The function", "returns", "The", "function"),
+    ("The function returns", "naïve", "The function", "returns"),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """All formats in the pipeline's layout: ties, an empty context, unknown characters, several lines of a UID."""
+    folder = tmp_path_factory.mktemp("data") / "full_eval"
+    write_lines(folder / "blimp_filtered/a.jsonl", [{**PAIR, "UID": "one", "field": "syntax"}, {**PAIR, "UID": "two"}])
+    same = {"sentence_good": "a 東京", "sentence_bad": "a 東京"}
+    write_lines(folder / "supplement_filtered/b.jsonl", [PAIR, same])
+    ewok = [
+        {**EWOK, "Context1": "The list is old.", "Target1": "It holds words.", "Target2": "It holds naïve 𝔘."},
+        {**EWOK, "Context1": "", "Target1": "The cat", "Target2": "The function of"},
+        {**EWOK, "Domain": "time", "Context1": "Length of", "Target1": "the list.", "Target2": "the list."},
+    ]
+    write_lines(folder / "ewok_filtered/space.jsonl", ewok)
+    options = ["the list.", "the words.", "a function.", "nothing.", "the length of."]
+    for stem in ("regular", "ambiref"):
+        lines = [{"input_prefix": f"Box {n} {stem} holds ", "options": options[n:] + options[:n], "numops": n % 2}
+                 for n in range(2)]  # fmt: skip
+        write_lines(folder / f"entity_tracking/{stem}.jsonl", lines)
+    phrase = {"prefix_acceptable": "The list", "prefix_unacceptable": "A naïve 東京", "property_phrase": "holds words."}
+    write_lines(folder / "comps/comps_base.jsonl", [phrase, {**phrase, "prefix_acceptable": ""}])
+    write_lines(folder / "comps/comps_wugs.jsonl", [{**phrase, "property_phrase": "returns the length"}])
+    wug = [{"sentences": f"The {n} list\tThe {n} words hold", "ratio": n / 7} for n in range(5)]
+    write_lines(folder / "wug_adj_nominalization/wug_adj_nominalization.jsonl", wug)
+    write_lines(folder / "wug_past_tense/wug_past_tense.jsonl", wug[::-1])
+    (folder / "reading").mkdir()
+    generator = np.random.default_rng(0)
+    with (folder / "reading/reading_data.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["item", "word", "prev_item", "prev_word", "Subtlex_log10", "RTfirstfix", "RTgopast",
+                         "self_paced_reading_time"])  # fmt: skip
+        for number in range(48):
+            frequency = "NA" if number == 41 else 1 + number % 5
+            writer.writerow([*PLACES[number % 4], frequency, *generator.uniform(100, 300, 3).round(3)])
+    write_lines(folder / "glue_filtered/boolq.jsonl", [{"label": 1}])
+    write_lines(folder / "cdi_childes/cdi.jsonl", [{"word": "cat"}])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(model, tokenizer, tmp_path_factory) -> Path:
+    """A run with two checkpoints; the averaged weights of both are zero, which finds all texts of a length alike."""
+    folder = tmp_path_factory.mktemp("runs") / "mine"
+    weights = model.state_dict()
+    files = {"config.json": json.dumps(model.config.to_dict()).encode(), "tokenizer.json": tokenizer.to_str().encode()}
+    zero = {name: torch.zeros_like(value) for name, value in weights.items()}
+    for step, of in ((1, zero), (2, weights)):
+        write_checkpoint(folder / "checkpoints", step, {"model": of, "ema": zero}, {"flags": {}}, files)
+    return folder
+
+
+@cache
+def brute(model: GPTBert, tokenizer: Tokenizer, prefix: str, completion: str, mode: str) -> float:
+    """A completion's log-probability: the tokens with a character in it."""
+    if mode == "fused":
+        return sum(brute(model, tokenizer, prefix, completion, part) for part in ("masked", "causal")) / 2
+    encoding = tokenizer.encode(prefix + completion, add_special_tokens=False)
+    first = next(i for i, (_, end) in enumerate(encoding.offsets) if end > len(prefix))
+    return reference(model, encoding.ids, encoding.word_ids, mode, eos=False, first=first)[0]
+
+
+@torch.no_grad()
+def brute_word(model: GPTBert, tokenizer: Tokenizer, text: str, word: str, mode: str) -> float:
+    """A word's surprisal: its tokens one by one, masked with two more masks behind."""
+    total, row = 0.0, [1, *tokenizer.encode(text, add_special_tokens=False).ids]
+    for token in tokenizer.encode(f" {word}" if text else word, add_special_tokens=False).ids:
+        inputs = torch.tensor([row + ([4, 4, 4] if mode == "masked" else [])])
+        hidden = model.encode(inputs, torch.zeros_like(inputs), mode == "causal")
+        total -= float(model.predict(hidden[0, len(row) - 1]).log_softmax(-1)[token])
+        row = [*row, token]
+    return total
+
+
+def test_every_task_against_brute_force(exact, tokenizer, data, run_folder, tmp_path, capsys):
+    command = [str(run_folder), "--data", str(data), "--device", "cpu", "--output", str(tmp_path)]
+    assert babylm.main(command) == 0
+    printed = capsys.readouterr()
+    assert "glue_filtered is left out: fine-tuning" in printed.err
+    assert "cdi_childes is left out: age of acquisition" in printed.err
+    assert "each counted as 1 / k: masked 2, causal 2, fused 2" in printed.out
+    base = tmp_path / "mine/main/zero_shot"
+    found = json.loads((base / "results.json").read_text())["datasets"]
+    datasets = [each for each in find_datasets(data, "--data")[0] if each.items]
+    assert [each.name for each in datasets] + ["reading_data"] == sorted(found, key=lambda name: name == "reading_data")
+    for each in datasets:
+        for mode in MODES:
+            scores = [
+                [brute(exact, tokenizer, p, c, mode) for p, c in zip(item.prefixes, item.completions, strict=True)]
+                for item in each.items
+            ]
+            backend = {"masked": "mlm"}.get(mode, mode)
+            predicted = json.loads((base / backend / each.task / each.name / "predictions.json").read_text())
+            lines = {line["id"]: line for of in predicted.values() for line in of["predictions"]}
+            entry, by_uid, seen = found[each.name]["modes"][mode], {}, {}
+            for item, line in zip(each.items, scores, strict=True):
+                name = f"{item.paradigm}_{seen.setdefault(item.paradigm, 0)}"
+                seen[item.paradigm] += 1
+                ranked = [max(line) - score < 1e-9 for score in line]
+                assert lines[name]["pred"] == item.texts[ranked.index(True)], (each.name, name, line)
+                by_uid.setdefault((item.part, item.paradigm), []).append(ranked[0] / sum(ranked))
+                if item.share is not None:
+                    share = 1 / sum(math.exp(score - line[0]) for score in line)
+                    assert lines[name]["prob"] == pytest.approx(share, rel=1e-4)
+            if each.task.startswith("wug"):
+                ranks = [
+                    np.argsort(np.argsort(x)) for x in ([a - b for a, b in scores], [item.share for item in each.items])
+                ]
+                assert entry["spearman"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
+                continue
+            parts = {}
+            for (part, _), right in by_uid.items():
+                parts.setdefault(part, []).append(np.mean(right))
+            assert entry["mean"]["accuracy"] == pytest.approx(np.mean([np.mean(of) for of in parts.values()]))
+            assert entry["mean"]["low"] <= entry["mean"]["accuracy"] <= entry["mean"]["high"]
+    one = found["supplement_filtered"]["modes"]["causal"]
+    assert one["ties"] == 1
+    assert one["official"] == pytest.approx(one["mean"]["accuracy"] + 0.25)  # the tie is one of two pairs
+
+
+def test_surprisals_and_gains_of_reading(exact, tokenizer, data, run_folder, tmp_path):
+    command = [str(run_folder), "--data", str(data / "reading"), "--device", "cpu", "--output", str(tmp_path)]
+    assert babylm.main(command) == 0
+    base = tmp_path / "mine/main/zero_shot"
+    found = json.loads((base / "results.json").read_text())["datasets"]["reading_data"]
+    for mode in MODES:
+        by_mode = [
+            [[brute_word(exact, tokenizer, *place, part) if place[1] else math.nan for place in (line[:2], line[2:])]
+             for line in PLACES] for part in (("masked", "causal") if mode == "fused" else (mode,))
+        ]  # fmt: skip
+        expected = np.mean(by_mode, axis=0)
+        path = base / {"masked": "mlm"}.get(mode, mode) / "reading/reading_data/predictions.json"
+        lines = json.loads(path.read_text())["reading"]["predictions"]
+        assert [line["id"] for line in lines] == [f"reading_{n}" for n in range(48)]
+        assert lines[0]["prev_pred"] is None
+        shown = np.array([[line["pred"], line["prev_pred"]] for line in lines[:4]], float)
+        np.testing.assert_allclose(shown, expected, rtol=1e-5)
+        entry = found["modes"][mode]
+        assert entry["measures"]["RTfirstfix"]["words"] == 47  # one has no frequency
+        assert entry["measures"]["self_paced_reading_time"]["words"] == 47 - 12  # nor have first words one before
+        gains = [entry["measures"][name]["gain"] for name in ("RTfirstfix", "RTgopast")]
+        assert entry["eye_tracking"]["gain"] == pytest.approx(np.mean(gains))
+        assert entry["self_paced"]["low"] <= entry["self_paced"]["high"]
+
+
+def test_gains_are_those_of_the_linear_model():
+    generator = np.random.default_rng(1)
+    n = 400
+    controls, own = generator.normal(size=(n, 3)) * [1, 5, 30] + [3, 4, 9], generator.uniform(2, 9, n)
+    before, surprisal_before = generator.normal(size=(n, 2)), generator.uniform(2, 9, n)
+    f, length, place = controls.T
+    noise = generator.normal(size=n)
+    eyes = 3 * own + f * length + place + 4 * noise
+    paced = own + 2 * surprisal_before + before[:, 0] * length + noise
+    times = {"RTfirstpass": eyes, "self_paced_reading_time": paced}
+    found = reading_times.results(ReadingTimes((), times, controls, before), np.concatenate([own, surprisal_before]))
+
+    def residual(columns, y):
+        q, _ = np.linalg.qr(np.column_stack([np.ones(n), *columns]))
+        left = y - q @ (q.T @ y)
+        return 1 - left @ left / (n * y.var())
+
+    base = [f, length, place, f * length, f * place, length * place]
+    entry = found["measures"]["RTfirstpass"]
+    assert entry["r2_without"] == pytest.approx(residual(base, eyes), rel=1e-9)
+    assert entry["r2"] == pytest.approx(residual([*base, own], eyes), rel=1e-9)
+    assert entry["gain"] == pytest.approx(entry["r2"] - entry["r2_without"])
+    assert entry["gain_of_rest"] == pytest.approx(entry["gain"] / (1 - entry["r2_without"]))
+    five = [f, length, place, *before.T]
+    products = [five[i] * five[j] for i in range(5) for j in range(i)]
+    gain = residual([*five, *products, own, surprisal_before], paced) - residual([*five, *products], paced)
+    assert found["self_paced"]["gain"] == pytest.approx(gain, rel=1e-9)
+    # The bootstrap's interval is about that of resampling in a loop.
+    drawn = [generator.integers(n, size=n) for _ in range(300)]
+    gains = [residual([x[i] for x in [*base, own]], eyes[i]) - residual([x[i] for x in base], eyes[i]) for i in drawn]
+    width = np.subtract(*np.quantile(gains, [0.975, 0.025]))
+    assert entry["high"] - entry["low"] == pytest.approx(width, rel=0.25)
+    assert entry["low"] < entry["gain"] < entry["high"]
+    assert r_squared(np.ones((3, 1)), np.full(3, 2.0)) == 0
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_completions_do_not_depend_on_what_shares_their_batches(model, tokenizer, causal):
+    items = [
+        Item("a", ("The list", "") * 2, (" holds words", "a", "s", " of"))
+        for _ in range(3)
+    ]  # fmt: skip
+    choices = encode_items(items, tokenizer, SPECIAL)
+    words, owners = encode_places((("The list", "returns"), ("", ""), ("", "naïve")), tokenizer, SPECIAL, causal)
+    sums = []
+    for parts, shape in (([choices, words], BatchShape(3, 40)), ([words, choices], BatchShape(1, 16))):
+        texts = joined(parts)
+        scores = token_scores(model, texts, SPECIAL, WORLD, shape, causal=causal, autocast=False)
+        assert (scores[0] != 0).sum() == texts.counts.sum()
+        found = np.split(sentence_sums(texts, scores)[0], [len(parts[0])])
+        sums.append(found if parts[0] is choices else found[::-1])
+    np.testing.assert_allclose(sums[0][0], sums[1][0], rtol=2e-6)
+    np.testing.assert_allclose(sums[0][0].reshape(3, 4), sums[0][0][:4][None].repeat(3, 0), rtol=2e-6)
+    np.testing.assert_allclose(sums[0][1], sums[1][1], rtol=2e-6)
+    assert np.isnan(surprisals(sums[0][1], owners, 3)).tolist() == [False, True, False]
+
+
+def test_choices_without_a_token_and_beyond_the_positions_are_said(capsys):
+    tokenizer = Tokenizer(models.BPE({"<s>": 1, "a": 5, "b": 6}, []))  # drops what it does not know
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    items = [Item("u", ("a ", "a " * 70), ("é", "b")), Item("u", ("", ""), ("é", "a b"))]
+    choices = encode_items(items, tokenizer, SPECIAL)
+    assert choices.counts.tolist() == [0, 1, 0, 2]
+    model = tiny_model(7)
+    for causal in (True, False):
+        scores = token_scores(model, choices, SPECIAL, WORLD, BatchShape(2, 64), causal=causal, autocast=False)
+        sums = sentence_sums(choices, scores)[0]
+        assert ((sums == 0) == [True, False, True, False]).all()
+    say_of_texts([choices], tiny_config(7))
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("note: 1 text of up to 72 tokens, beyond the model's 64 positions")
+    assert said[1].startswith("note: 2 choices without a token")
+
+
+def test_several_checkpoints_and_averaged_weights(data, run_folder, tmp_path, capsys):
+    checkpoints = [str(run_folder / "checkpoints" / f"step_0000000{step}") for step in (1, 2)]
+    part = tmp_path / "fast_eval"
+    part.mkdir()
+    (part / "supplement_fast").symlink_to(data / "supplement_filtered")
+    command = ["--data", str(part), "--device", "cpu", "--mode", "causal", "--output", str(tmp_path / "out")]
+    assert babylm.main([*checkpoints, *command]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("supplement_fast") == 3  # twice alone, once beside each other
+    assert "mine/step_00000001" in printed
+    for step in (1, 2):
+        assert (tmp_path / f"out/mine/step_0000000{step}/zero_shot/results.json").exists()
+    assert babylm.main([str(run_folder), "--ema", *command]) == 0
+    zero = json.loads((tmp_path / "out/mine-ema/main/zero_shot/results.json").read_text())
+    assert zero["weights"] == "ema"
+    assert model_name("/x/model/chck_10M", ema=False) == ("model", "chck_10M")
+    assert babylm.main([str(run_folder), str(run_folder), *command]) == 2
+    assert "two models would write to mine/main" in capsys.readouterr().err
+    assert babylm.main([str(run_folder), str(tmp_path / "none"), *command]) == 2
+    assert capsys.readouterr().out == ""  # refused before anything is scored
+
+
+@pytest.mark.parametrize(
+    ("file", "lines", "words"),
+    [
+        ("ewok/a.jsonl", [{**EWOK, "Context1": "a", "Target1": "b"}], 'line 1: "Target2" is missing'),
+        ("comps/a.jsonl", [{"prefix_acceptable": "a", "prefix_unacceptable": 3}], '"prefix_unacceptable" is 3'),
+        ("entity_tracking/a.jsonl", [{"input_prefix": "a", "options": ["b"]}], '"options" must be a list of two'),
+        ("entity_tracking/a.jsonl", [{"input_prefix": "a", "options": ["b", "c"]}], '"numops" is missing'),
+        ("wug_past_tense/a.jsonl", [{"sentences": "a", "ratio": 1}], '"sentences" must be two sentences'),
+        ("wug_adj/a.jsonl", [{"sentences": "a\tb", "ratio": "x"}], "\"ratio\" is 'x'"),
+        ("wug_adj/a.jsonl", ["{"], "line 1: not valid JSON"),
+        ("reading/a.csv", ["item,word", "a,b"], "has no column 'prev_item'"),
+        ("reading/a.txt", ["a"], "holds no .csv file"),
+        ("blimp/a.txt", ["a"], "holds no .jsonl file"),
+        ("other/a.jsonl", [PAIR], "holds no task"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, run_folder, capsys, file, lines, words):
+    write_lines(tmp_path / file, lines)
+    assert babylm.main([str(run_folder), "--data", str(tmp_path), "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --data")
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_fast_and_full_together_are_refused_where_they_share_a_name(tmp_path):
+    for name in ("fast_eval", "full_eval"):
+        write_lines(tmp_path / name / "comps/a.jsonl",
+                    [{"prefix_acceptable": "a", "prefix_unacceptable": "b", "property_phrase": "c"}])  # fmt: skip
+    with pytest.raises(ConfigError, match="holds comps twice"):
+        find_datasets(tmp_path, "--data")
+    write_lines(tmp_path / "fast_eval/notes.jsonl", [PAIR])
+    datasets, notes = find_datasets(tmp_path / "fast_eval", "--data")
+    assert [each.task for each in datasets] == ["comps"]
+    assert "notes.jsonl is left out: its name begins as that of no task" in notes[0]
+
+
+def test_shares_and_their_correlation():
+    scores = np.array([[0.0, math.log(3)], [math.log(4), 0.0], [1.0, 1.0]])
+    np.testing.assert_allclose(1 / (1 + np.exp(-zero_shot.first_log_odds(scores))), [0.25, 0.8, 0.5])
+    items = [Item("w", ("", ""), ("a", "b"), share=share) for share in (0.1, 0.9, 0.2)]
+    found = zero_shot.results(items * 10, np.tile(scores, (10, 1)))
+    assert found["spearman"] == pytest.approx(1)
+    z, se = math.atanh(0.5), math.sqrt(1.125 / 27)
+    low, high = zero_shot._spearman_interval(0.5, 30)
+    assert (low, high) == pytest.approx((math.tanh(z - 1.959964 * se), math.tanh(z + 1.959964 * se)))
