@@ -1,6 +1,7 @@
 """Turn a trained model into a folder that the transformers library loads, without this repository.
 
     python export/to_huggingface.py MODEL OUT [--ema] [--license apache-2.0] [--language en] [--push USER/NAME]
+    python export/to_huggingface.py RUN OUT --all_checkpoints [--push USER/NAME or the address of a git repository]
 
 OUT holds the weights (safetensors), a configuration, the code of the model, the tokenizer, and a model card written
 from the run's records. `trust_remote_code=True` lets transformers run that code.
@@ -13,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,15 @@ from data.cli import Parser
 from export.hf_format import TOKENIZER_NOTE, adapt_tokenizer, is_exported
 from export.load_model import load_model
 from export.model_card import NOTHING_STATED, Stated, longest_row, model_card, read_records
+from export.revisions import (
+    GitError,
+    Revision,
+    find_revisions,
+    git,
+    is_git_address,
+    push_revisions,
+    write_revisions,
+)
 from model import LTGBert, ModelConfigError
 from training.checkpoint import Checkpoint, CheckpointError, locate, rows_begin_with_bos
 
@@ -50,8 +60,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("output", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
     parser.add_argument("--ema", action="store_true", help="export the averaged weights (default: the trained weights)")
     parser.add_argument(
+        "--all_checkpoints", action="store_true",
+        help="make OUT a git repository in which every checkpoint of the run is a branch, such as chck_10M, for "
+        "from_pretrained(..., revision=); main is the newest",
+    )  # fmt: skip
+    parser.add_argument(
         "--push", default="", metavar="USER/NAME",
-        help="also upload to this repository of the Hugging Face Hub, which is made private where it is new",
+        help="also upload to this repository of the Hugging Face Hub, which is made private where it is new; with "
+        "--all_checkpoints also the path or URL of a git repository, such as /srv/model.git",
     )  # fmt: skip
     parser.add_argument(
         "--license", default="", metavar="NAME",
@@ -65,13 +81,21 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         stated = Stated(options.license, tuple(options.language))
         check_stated(stated)
-        if options.push:
+        to_git = options.all_checkpoints and is_git_address(options.push)
+        if options.push and not to_git:
             check_hub(options.push)
-        export(options.model, options.output, ema=options.ema, name=options.push, stated=stated)
+        name = "" if to_git else options.push
+        if options.all_checkpoints:
+            revisions = export_all(options.model, options.output, options.ema, name, stated)
+            print(f"{options.output} is a git repository; branches: {', '.join(_names(revisions))}; main is the last")
+        else:
+            export(options.model, options.output, ema=options.ema, name=name, stated=stated)
+            revisions = []
         print(f"{options.output} is ready: transformers loads it with trust_remote_code=True", flush=True)
         if options.push:
-            print(f"uploaded to {push(options.output, options.push)}")
-    except (ExportError, CheckpointError, ModelConfigError) as error:
+            address = push_revisions(options.output, options.push) if to_git else ""
+            print(f"uploaded to {address or push(options.output, options.push, _names(revisions))}")
+    except (ExportError, GitError, CheckpointError, ModelConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -92,6 +116,29 @@ def export(
     Raises ExportError, CheckpointError or ModelConfigError.
     """
     check_output(output)
+    with writing(output) as (temporary, finish):
+        _export_into(temporary, model_path, ema, name, name or output.name, stated)
+        finish(temporary)
+
+
+def export_all(
+    run: str | Path, output: Path, ema: bool = False, name: str = "", stated: Stated = NOTHING_STATED
+) -> list[Revision]:
+    """Write `output`, a git repository with a branch for each checkpoint of a run, whole or not at all.
+
+    Raises ExportError, GitError, CheckpointError or ModelConfigError.
+    """
+    check_output(output)
+    revisions = find_revisions(Path(run))
+    place = name or output.name
+    with writing(output) as (temporary, finish):
+        write_revisions(temporary, revisions, lambda path, to: _export_into(to, path, ema, name, place, stated))
+        finish(temporary)
+    return revisions
+
+
+def _export_into(folder: Path, model_path: str | Path, ema: bool, name: str, place: str, stated: Stated) -> None:
+    """All files of an exported model; `name` and `place` are those of the model card."""
     if is_exported(Path(model_path)):
         raise ExportError(f"MODEL {model_path} is an exported folder already; give the run or checkpoint, or copy it")
     checkpoint = locate(model_path)
@@ -101,9 +148,7 @@ def export(
     missing = [token for token in _SPECIAL.values() if tokenizer.token_to_id(token) is None]
     if missing:
         raise ExportError(f"the tokenizer of {checkpoint.path} lacks {', '.join(missing)}, which exported models need")
-    with writing(output) as (temporary, finish):
-        write_files(temporary, checkpoint, model, ema, name, name or output.name, stated)
-        finish(temporary)
+    write_files(folder, checkpoint, model, ema, name, place, stated)
 
 
 @contextmanager
@@ -249,19 +294,30 @@ def check_hub(repository: str) -> None:
         raise ExportError("--push needs a login: run `hf auth login`, or set HF_TOKEN")
 
 
-def push(folder: Path, repository: str) -> str:
-    """Upload an exported folder; returns the repository's address. Raises ExportError."""
+def _names(revisions: list[Revision]) -> list[str]:
+    return [name for revision in revisions for name in revision.names]
+
+
+def push(folder: Path, repository: str, revisions: Sequence[str] = ()) -> str:
+    """Upload an exported folder, and its branches `revisions`; returns the repository's address. Raises ExportError."""
     from huggingface_hub import HfApi
 
     api = HfApi()
     try:
         address = api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export")
+        for name in revisions:
+            git(folder, "checkout", "-q", name)
+            api.create_branch(repository, branch=name, exist_ok=True)
+            api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export", revision=name)
     except Exception as error:  # the library's own errors, and those of several HTTP libraries below it
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ExportError(
             f"--push {repository}: the upload failed ({reason}); {folder} is whole, push it again"
         ) from error
+    finally:
+        if revisions:
+            git(folder, "checkout", "-q", "main")
     return str(address)
 
 
