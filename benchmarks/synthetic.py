@@ -10,6 +10,7 @@ import numpy as np
 from data.shards import tokenizer_hash, write_shard
 
 _SPECIAL = ("<unk>", "<s>", "</s>", "<pad>", "<mask>", *(f"<special_{i}>" for i in range(11)))
+_MATCHING = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def write_inputs(folder: Path, vocab_size: int, tokens: int, mean_length: int = 400) -> Path:
@@ -20,7 +21,10 @@ def write_inputs(folder: Path, vocab_size: int, tokens: int, mean_length: int = 
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [],
+        "added_tokens": [
+            {"id": i, "content": token, "special": True, **dict.fromkeys(_MATCHING, False)}
+            for i, token in enumerate(_SPECIAL)
+        ],
         "normalizer": None,
         "pre_tokenizer": {"type": "Whitespace"},
         "post_processor": None,

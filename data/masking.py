@@ -43,13 +43,15 @@ _GOLDEN_STEP = round((5**0.5 - 1) / 2 * (1 << _UNIFORM_BITS))
 
 @dataclass(frozen=True)
 class MaskingOptions:
-    """How masked rows are made. Probabilities are per span; ids below `n_special_tokens` are never masked."""
+    """How masked rows are made. Probabilities are per span; `special_ids` (data/special_tokens.py) are never masked nor
+    drawn. bos_ends: the token that begins a document also ends the one before it, and is a target as such."""
 
     vocab_size: int
     mask_id: int = 4
     bos_id: int = 1
     pad_id: int = 3
-    n_special_tokens: int = 16
+    special_ids: tuple[int, ...] = tuple(range(16))
+    bos_ends: bool = False
     random_p: float = 0.1
     keep_p: float = 0.1
     even: bool = False
@@ -68,17 +70,35 @@ class ModelInputs:
     objective: torch.Tensor  # int64 [B], the number of each row's
 
 
-def masked_counts(tokens: np.ndarray, row_keys: np.ndarray, p: float, n_special_tokens: int) -> np.ndarray:
+@cache
+def _specials(vocab_size: int, special_ids: tuple[int, ...]) -> np.ndarray:
+    """Whether an id is special; bool [vocab_size + 1], the last for PADDING, which is -1."""
+    table = np.zeros(vocab_size + 1, bool)
+    table[[*special_ids, PADDING]] = True
+    return table
+
+
+@cache
+def _specials_and_words(
+    vocab_size: int, special_ids: tuple[int, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """_specials, and the other ids, ascending (int64), on a device; copied once, as _patterns."""
+    table = torch.from_numpy(_specials(vocab_size, special_ids))
+    return table.to(device), torch.nonzero(~table).flatten().to(device)
+
+
+def masked_counts(tokens: np.ndarray, row_keys: np.ndarray, p: float, options: MaskingOptions) -> np.ndarray:
     """How many tokens of each row are masked: floor(p * n + u). tokens [B, T+1], keys [B] -> int64 [B]."""
-    maskable = np.count_nonzero(tokens[:, 1:] >= n_special_tokens, axis=1)
+    is_special = _specials(options.vocab_size, options.special_ids)
+    maskable = np.count_nonzero(~is_special[tokens[:, 1:]], axis=1)
     uniform = (fold_numpy(row_keys, np.array([_COUNT])) >> np.uint64(11)) * 2.0**-53
     return np.floor(p * maskable + uniform).astype(np.int64)
 
 
-def token_counts(tokens: np.ndarray, bos_id: int) -> np.ndarray:
-    """How many tokens each row owns, `<s>` and padding left out: [B, T+1] -> int64 [B]."""
+def token_counts(tokens: np.ndarray, options: MaskingOptions) -> np.ndarray:
+    """How many tokens each row owns, padding left out, and `<s>` where it ends nothing: [B, T+1] -> int64 [B]."""
     owned = tokens[:, 1:]
-    return np.count_nonzero((owned != bos_id) & (owned != PADDING), axis=1)
+    return np.count_nonzero((owned != PADDING) & ((owned != options.bos_id) | options.bos_ends), axis=1)
 
 
 def row_counts(
@@ -87,8 +107,8 @@ def row_counts(
     """How many tokens of each row of an objective are masked and how many are targets; int64 [B] each."""
     masked = np.zeros(len(tokens), np.int64)
     if objective.mask:
-        masked = masked_counts(tokens, row_keys, objective.mask_fraction(mask_p), options.n_special_tokens)
-    return masked, token_counts(tokens, options.bos_id) if objective.all_targets else masked
+        masked = masked_counts(tokens, row_keys, objective.mask_fraction(mask_p), options)
+    return masked, token_counts(tokens, options) if objective.all_targets else masked
 
 
 def _rows_of(objective: torch.Tensor, numbers: tuple[int, ...]) -> torch.Tensor:
@@ -125,11 +145,13 @@ def build_inputs(
     rows = {numbers: _rows_of(objective, numbers) for numbers in dict.fromkeys(kinds)}
     causal, unmasked, whole = (rows[numbers] for numbers in kinds)
 
-    all_labels = owned.masked_fill((owned == options.bos_id) | padding[:, 1:], IGNORE_INDEX)
+    unseen = padding[:, 1:] if options.bos_ends else (owned == options.bos_id) | padding[:, 1:]
+    all_labels = owned.masked_fill(unseen, IGNORE_INDEX)
     document_ids = documents[:, :-1]
     if not draw_masks:
         return ModelInputs(tokens[:, :-1], all_labels, document_ids, causal, objective)
-    maskable = (owned >= options.n_special_tokens) & ~padding[:, 1:] & ~unmasked[:, None]
+    is_special, _ = _specials_and_words(options.vocab_size, options.special_ids, tokens.device)
+    maskable = ~is_special[owned] & ~padding[:, 1:] & ~unmasked[:, None]
     selected, span_key = _select(maskable, row_keys, mask_counts, None if origins is None else origins[:, 1:], options)
     masked_labels = owned.masked_fill(~selected, IGNORE_INDEX)
 
@@ -212,8 +234,8 @@ def _replacements(owned, row_keys, span, options) -> torch.Tensor:
     is_random = draw < round(options.random_p * 2**31)
     is_kept = ~is_random & (draw < round((options.random_p + options.keep_p) * 2**31))
     column = torch.arange(owned.shape[1], device=owned.device)
-    words = options.vocab_size - options.n_special_tokens
-    random_ids = options.n_special_tokens + _scaled(_bits(fold_torch(keys, _RANDOM_TOKEN), column, 32), 32, words)
+    _, words = _specials_and_words(options.vocab_size, options.special_ids, owned.device)
+    random_ids = words[_scaled(_bits(fold_torch(keys, _RANDOM_TOKEN), column, 32), 32, len(words))]
     shown = torch.where(is_random, random_ids, torch.full_like(owned, options.mask_id))
     return torch.where(is_kept, owned, shown)
 

@@ -29,7 +29,6 @@ from evaluation.generation import (
     for_each_line,
     load,
     run,
-    special_ids,
     top_k_top_p,
 )
 
@@ -97,24 +96,25 @@ def check_text(text: str) -> None:
 
 
 def mask_row(model: LoadedModel, text: str) -> tuple[list[int], list[int]]:
-    """Return the row of a text, `<s> ... </s>` with mask ids for its gaps, and the positions of these in it.
+    """Return the row of a text, `<s> ... </s>` with mask ids for its gaps (written <mask> whatever the tokenizer calls
+    them), and the positions of these in it.
 
     A token holds the space before its word, so one space before a gap belongs to what fills it.
     """
     pieces = text.split(MASK)
-    row, gaps = [model.token_id("<s>")], []
+    row, gaps = [], []
     for number, piece in enumerate(pieces):
         before_gap = number < len(pieces) - 1
         row += model.encode(piece.removesuffix(" ") if before_gap else piece)
         if before_gap:
-            gaps.append(len(row))
-            row.append(model.token_id(MASK))
-    return [*row, model.token_id("</s>")], gaps
+            gaps.append(1 + len(row))  # <s> comes before it
+            row.append(model.special_id("mask"))
+    return model.document(row), gaps
 
 
 def predict_gaps(model: LoadedModel, row: list[int], gaps: list[int], top_k: int) -> list[Filling]:
     """Return the top_k words for each gap; probabilities are among all tokens that are not special."""
-    forbidden = torch.tensor(sorted(special_ids(model.tokenizer)), dtype=torch.int64)
+    forbidden = torch.tensor(model.special.special_ids, dtype=torch.int64)
     fillings = []
     for logits in model.logits(row, [gap - 1 for gap in gaps], causal=False):
         ids, probabilities = top_k_top_p(logits, forbidden, Sampling())
@@ -127,7 +127,7 @@ def filled_text(model: LoadedModel, row: list[int], gaps: list[int], fillings: l
     filled = list(row)
     for gap, filling in zip(gaps, fillings, strict=True):
         filled[gap] = filling.ids[0]
-    return model.decode(filled[1:-1])
+    return model.decode(filled[1 : len(filled) - len(model.closing)])
 
 
 def show_token(model: LoadedModel, token: int) -> str:

@@ -33,7 +33,7 @@ from data.atomic_io import write_atomically
 from data.cli import Parser
 from evaluation.finetune_data import Task, find_tasks, read_task
 from evaluation.finetune_metrics import measures
-from evaluation.finetune_training import Finetuner, Settings, encode
+from evaluation.finetune_training import Finetuner, Settings
 from evaluation.generation import UsageError, add_model_flags, load, run
 from model import LTGBert
 from training.forward_backward import compile_layers
@@ -96,7 +96,7 @@ def finetune(options: argparse.Namespace) -> None:
     assert isinstance(encoder, LTGBert)
     if options.compile:
         compile_layers(encoder)
-    finetuner = Finetuner(encoder, loaded.tokenizer, settings)
+    finetuner = Finetuner(encoder, loaded.tokenizer, settings, loaded.special)
     report: dict[str, Any] = {
         "model": str(options.model),
         "ema": options.ema,
@@ -167,7 +167,7 @@ def task_settings(train: Path) -> Path:
 def run_task(finetuner: Finetuner, task: Task) -> dict[str, Any]:
     """Choose settings on train, train with each seed, and measure the validation file. Reports on standard error."""
     settings, started = finetuner.settings, time.monotonic()
-    train, valid = (encode(part, finetuner.tokenizer, settings.max_length) for part in (task.train, task.valid))
+    train, valid = (finetuner.encode(part) for part in (task.train, task.valid))
     if train.cut or valid.cut:
         say(f"{task.name}: {train.cut} + {valid.cut} examples are longer than {settings.max_length} tokens and are cut")
     choice = finetuner.choose(task, say)

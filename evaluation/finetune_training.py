@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from data.counter_rng import fold, fold_numpy, signed
+from data.special_tokens import SpecialTokens, special_tokens
 from evaluation.finetune_data import Examples, Task, split
 from evaluation.finetune_metrics import measures
 from evaluation.generation import UsageError
@@ -116,14 +117,17 @@ class SentenceModel(nn.Module):
         return self.head(hidden[:, 0], keys).float()
 
 
-def encode(examples: Examples, tokenizer: Tokenizer, max_length: int) -> Encoded:
+def encode(examples: Examples, tokenizer: Tokenizer, max_length: int, special: SpecialTokens | None = None) -> Encoded:
     """Rows `<s> text </s>` or `<s> first </s> second </s>`; the longer text of a row that does not fit loses its end.
 
     Raises UsageError where the tokenizer lacks these tokens.
     """
-    start, end = (tokenizer.token_to_id(token) for token in ("<s>", "</s>"))
-    if start is None or end is None:
-        raise UsageError("the model's tokenizer has no <s> and </s>, which rows of fine-tuning begin and end with.")
+    ids = (special or special_tokens(tokenizer.to_str())).ids
+    if "bos" not in ids or "eos" not in ids:
+        raise UsageError(
+            "the model's tokenizer has no tokens for bos and eos, which rows of fine-tuning begin and end with."
+        )
+    start, end = ids["bos"], ids["eos"]
     rows, cut = [], 0
     flat = [text for texts in examples.texts for text in texts]
     encodings = iter(tokenizer.encode_batch(flat, add_special_tokens=False))
@@ -180,10 +184,18 @@ def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
 class Finetuner:
     """A pretrained model that tasks are trained on, each time from its first weights. `device` is where it is."""
 
-    def __init__(self, encoder: LTGBert, tokenizer: Tokenizer, settings: Settings) -> None:
-        self.encoder, self.tokenizer, self.settings = encoder, tokenizer, settings
+    def __init__(
+        self, encoder: LTGBert, tokenizer: Tokenizer, settings: Settings, special: SpecialTokens | None = None
+    ) -> None:
+        """special: the tokenizer's special tokens, where its own file does not tell."""
+        self.encoder, self.settings = encoder, settings
+        self._tokenizer, self._special = tokenizer, special
         self.device = encoder.embedding.word_embedding.weight.device
         self._pretrained = {name: tensor.detach().clone() for name, tensor in encoder.state_dict().items()}
+
+    def encode(self, examples: Examples) -> Encoded:
+        """Rows of at most --max_length tokens. Raises UsageError as `encode`."""
+        return encode(examples, self._tokenizer, self.settings.max_length, self._special)
 
     def choose(self, task: Task, report: Callable[[str], None]) -> Choice:
         """The learning rate and number of epochs that are best on a held-out part of train; of equals the first.
@@ -192,7 +204,7 @@ class Finetuner:
         """
         settings = self.settings
         rest, held_out = split(task.train, len(task.classes), settings.held_out, settings.seed)
-        train, test = (encode(part, self.tokenizer, settings.max_length) for part in (rest, held_out))
+        train, test = (self.encode(part) for part in (rest, held_out))
         scores = np.zeros((len(settings.learning_rates), settings.epochs))
         for number, rate in enumerate(settings.learning_rates):
             for seed in range(settings.seed, settings.seed + settings.selection_seeds):

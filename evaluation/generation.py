@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -20,15 +21,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from data.cli import Parser
+from data.shards import ShardError
+from data.special_tokens import SpecialTokens, special_tokens
 from evaluation.kv_cache import CachedDecoder, LanguageModel, UncachedDecoder
-from export.load_model import load_model
+from export.load_model import load_model, load_special_tokens
 from model import LTGBert, ModelConfigError
 from model_protocol import PretrainingModel
 from training.checkpoint import CheckpointError
 from training.config import ConfigError, check_environment
 from training.distributed import choose_device
-
-NUM_SPECIAL_TOKENS = 16  # ids 0-15 are special in every vocabulary of this project
 
 
 class UsageError(ValueError):
@@ -60,26 +61,43 @@ class Sampling:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its tokenizer, ready for use. `device` is where its inputs go."""
+    """A model with its tokenizer, ready for use. `device` is where its inputs go. roles: the tokenizer's special tokens
+    where the model's record tells them, else None."""
 
     model: LanguageModel
     tokenizer: Tokenizer
     device: torch.device
+    roles: SpecialTokens | None = None
 
     @classmethod
-    def of(cls, model: PretrainingModel, tokenizer: Tokenizer) -> LoadedModel:
+    def of(cls, model: PretrainingModel, tokenizer: Tokenizer, roles: SpecialTokens | None = None) -> LoadedModel:
         """A model where it is, and its tokenizer, which from now on reads special tokens in a text as text."""
         tokenizer.encode_special_tokens = True  # as it was in training
-        return cls(model, tokenizer, next(model.parameters()).device)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return cls(model, tokenizer, next(model.parameters()).device, roles)
 
-    def token_id(self, token: str) -> int:
-        """Return the id of a special token such as "<s>"; raises UsageError where the tokenizer lacks it."""
-        number = self.tokenizer.token_to_id(token)
-        if number is None:
+    @cached_property
+    def special(self) -> SpecialTokens:
+        """The tokenizer's special tokens."""
+        return self.roles or special_tokens(self.tokenizer.to_str())
+
+    def special_id(self, role: str) -> int:
+        """Return the id of the token that has a role such as "bos"; raises UsageError where there is none."""
+        if role not in self.special.ids:
             raise UsageError(
-                f"the model's tokenizer has no {token}, which the models of this project begin and end with."
+                f"the model's tokenizer has no token for {role}, which the models of this project are trained with."
             )
-        return number
+        return self.special.ids[role]
+
+    @property
+    def closing(self) -> list[int]:
+        """What ends a document's row: `</s>`, or nothing where that begins the next document."""
+        return [] if self.special.one_boundary or "eos" not in self.special.ids else [self.special.ids["eos"]]
+
+    def document(self, ids: list[int]) -> list[int]:
+        """Return the row of a whole document."""
+        return [self.special_id("bos"), *ids, *self.closing]
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; what looks like a special token in it is plain text.
@@ -147,12 +165,6 @@ def sample(ids: Tensor, probabilities: Tensor, generator: torch.Generator) -> in
     return int(ids[min(int(index), len(ids) - 1)])  # the cumulative sum may end a rounding error below 1
 
 
-def special_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return ids 0-15 and those of all tokens that the tokenizer marks as special."""
-    marked = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    return marked | set(range(NUM_SPECIAL_TOKENS))
-
-
 def generate(
     model: LoadedModel,
     prompts: Sequence[list[int]],
@@ -166,8 +178,8 @@ def generate(
     None) says that it is finished. What a row samples does not depend on the others. A prompt is read once, and then
     each token costs the model one token; rows may grow to any length.
     """
-    start, end = model.token_id("<s>"), model.token_id("</s>")
-    forbidden = torch.tensor(sorted(special_ids(model.tokenizer) - {end}), dtype=torch.int64)
+    start, end = model.special_id("bos"), model.special.ids.get("eos")
+    forbidden = torch.tensor(sorted(set(model.special.special_ids) - {end}), dtype=torch.int64)
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     new = [[start] * (1 + gap) + prompt for gap, prompt in zip(padding, prompts, strict=True)]  # padding is never read
@@ -238,7 +250,8 @@ def load(path: str | Path, ema: bool, device: str) -> LoadedModel:
     Raises CheckpointError, ConfigError or ModelConfigError, each with one sentence.
     """
     check_environment()
-    return LoadedModel.of(*load_model(path, ema=ema, device=choose_device(device))[:2])
+    model, tokenizer, _ = load_model(path, ema=ema, device=choose_device(device))
+    return LoadedModel.of(model, tokenizer, load_special_tokens(path, tokenizer))
 
 
 def for_each_line(flag: str, use: Callable[[str], None]) -> None:
@@ -291,7 +304,7 @@ def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespa
     try:
         command(options)
         sys.stdout.flush()
-    except (UsageError, CheckpointError, ConfigError, ModelConfigError) as error:
+    except (UsageError, CheckpointError, ConfigError, ModelConfigError, ShardError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -116,7 +116,7 @@ def evaluate(options: argparse.Namespace) -> None:
     results: dict[str, Any] = {
         "model": options.model,
         "weights": "ema" if options.ema else "trained",
-        "document_end": model.special.eos is not None,
+        "document_end": model.document_end,
         "word_l2r": options.word_l2r,
         "sets": {},
     }

@@ -97,7 +97,7 @@ def evaluate(options: argparse.Namespace) -> None:
     results: dict[str, Any] = {
         "model": options.model,
         "weights": "ema" if options.ema else "trained",
-        "document_end": model.special.eos is not None,
+        "document_end": model.document_end,
         "seq_length": options.seq_length,
         "texts": {},
     }
@@ -168,7 +168,7 @@ def open_corpus(
 ) -> Corpus:
     """Shards as they are; documents through a shard of their own in `folder`. Raises UsageError."""
     tokenizer, special = model.loaded.tokenizer, model.special
-    words = tokenizer.get_vocab_size()
+    words = model.loaded.special.vocab_size
     saved = folder / "tokenizer.json"
     tokenizer.save(str(saved))
     known = {tokenizer_hash(file) for file in (saved, Path(options.model) / "tokenizer.json") if file.is_file()}
@@ -202,13 +202,14 @@ def measure(
         "bytes": size,
     }
     modes = ("masked", "causal") if options.mode == "all" else (options.mode,)
-    flags = training_flags(Path(options.model))
+    flags, special = training_flags(Path(options.model)), model.loaded.special
     masks = MaskingOptions(
-        vocab_size=model.loaded.tokenizer.get_vocab_size(),
+        vocab_size=special.vocab_size,
         mask_id=model.special.mask,
         bos_id=model.special.bos,
         pad_id=model.special.pad,
-        n_special_tokens=int(flags.get("n_special_tokens", 16)),
+        special_ids=special.special_ids,
+        bos_ends=model.document_end and special.one_boundary,
         random_p=float(flags.get("mask_random_p", 0.1)),
         keep_p=float(flags.get("mask_keep_p", 0.1)),
         row_start=rows_begin_with_bos(flags),
@@ -226,8 +227,8 @@ def measure(
             raise UsageError(f"--data: the text has no token to predict in mode {mode}; give a longer one.")
         else:
             loss, accuracy = metrics[f"{mode}_loss"], metrics[f"{mode}_accuracy"]
-        if mode == "causal" and corpus.eos_id is not None:
-            predicted += corpus.num_documents
+        if mode == "causal" and model.document_end:  # one that ends as the next begins has no end if it is the last
+            predicted += corpus.num_documents - masks.bos_ends
         found[mode] = {
             "loss": loss,
             "perplexity": _exp(loss),

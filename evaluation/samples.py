@@ -31,6 +31,7 @@ from data.atomic_io import json_objects, write_atomically
 from data.cli import Parser
 from data.corpus import Corpus, CorpusError
 from data.shards import ShardError
+from data.special_tokens import special_tokens
 from evaluation.fill_mask import MASK, check_text, mask_row, predict_gaps
 from evaluation.generation import LoadedModel, Sampling, UsageError, generate, load, run
 from training.checkpoint import locate, training_flags
@@ -120,7 +121,7 @@ def held_out_corpus(folder: Path, model: LoadedModel) -> Corpus:
     if not path:
         raise UsageError(f"{folder} was trained without --valid_path: {remedy}.")
     try:
-        return Corpus(path, tokenizer_hash=None, bos_id=model.token_id("<s>"), eos_id=None)
+        return Corpus(path, tokenizer_hash=None, bos_id=model.special_id("bos"), eos_id=None)
     except (CorpusError, ShardError, OSError) as error:
         raise UsageError(f"the held-out data of {folder} cannot be read ({error}): {remedy}.") from error
 
@@ -140,7 +141,8 @@ def sample_texts(
     count, model = config.validation_samples, state.model
     if not count:
         return []
-    loaded = LoadedModel.of(model, Tokenizer.from_str(tokenizer_text))
+    roles = special_tokens(tokenizer_text, config.special_tokens or "", config.n_special_tokens or 0)
+    loaded = LoadedModel.of(model, Tokenizer.from_str(tokenizer_text), roles)
     # A shape of its own for a few texts is not worth a compilation.
     stance = torch.compiler.set_stance("force_eager") if config.compile else contextlib.nullcontext()
     with contextlib.suppress(Abandoned), state.ema.swapped_in(model), stance, evaluation_mode(model):
@@ -163,6 +165,7 @@ def corpus_texts(model: LoadedModel, corpus: Corpus, count: int) -> tuple[list[P
 
     Gaps are words of one token and at least three letters; too short documents are passed over.
     """
+    mask = model.special_id("mask")
     prompts: list[Prompt] = []
     clozes: list[Cloze] = []
     for tokens in _documents(corpus):
@@ -173,7 +176,7 @@ def corpus_texts(model: LoadedModel, corpus: Corpus, count: int) -> tuple[list[P
         elif len(tokens) >= _CLOZE // 2 and len(clozes) < count:
             ids = tokens[:_CLOZE]
             if gaps := _choose_gaps(ids, model.tokenizer):
-                masked = [model.token_id(MASK) if n in gaps else token for n, token in enumerate(ids)]
+                masked = [mask if n in gaps else token for n, token in enumerate(ids)]
                 clozes.append(Cloze(masked, gaps, [ids[gap] for gap in gaps]))
     return prompts[:count], clozes
 
@@ -206,7 +209,7 @@ def _choose_gaps(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 def user_cloze(model: LoadedModel, text: str) -> Cloze:
     """A user's text with <mask> in it."""
     row, gaps = mask_row(model, text)
-    return Cloze(row[1:-1], [gap - 1 for gap in gaps], None)
+    return Cloze(row[1 : len(row) - len(model.closing)], [gap - 1 for gap in gaps], None)
 
 
 # What the model makes of them
@@ -250,8 +253,7 @@ def fill_clozes(
 
 
 def _fill(model: LoadedModel, cloze: Cloze) -> dict[str, Any]:
-    row = [model.token_id("<s>"), *cloze.ids, model.token_id("</s>")]
-    fillings = predict_gaps(model, row, [gap + 1 for gap in cloze.gaps], _CANDIDATES)  # after <s>
+    fillings = predict_gaps(model, model.document(cloze.ids), [gap + 1 for gap in cloze.gaps], _CANDIDATES)  # after <s>
     answers = []
     for n, filling in enumerate(fillings):
         words = [model.decode([token]) for token in filling.ids]

@@ -25,13 +25,14 @@ _LOGITS = 1 << 28  # of a causal batch: 1 GiB in float32
 
 @dataclass(frozen=True)
 class ScoringModel:
-    """A model to score texts with, alone on its device."""
+    """A model to score texts with, alone on its device. document_end: whether texts are closed, as documents are."""
 
     loaded: LoadedModel
     special: SpecialIds
     world: World
     autocast: bool
     shape: BatchShape
+    document_end: bool
 
     def __call__(self, input_ids: Tensor, document_ids: Tensor, causal: bool, positions: Tensor) -> Tensor:
         """Logits [M, V] at flat positions [M] of rows [R, T]."""
@@ -71,24 +72,22 @@ def check_scoring_flags(options: argparse.Namespace) -> None:
 def load_for_scoring(options: argparse.Namespace) -> ScoringModel:
     """Load the model that the flags name. Raises UsageError, CheckpointError, ConfigError or ModelConfigError."""
     loaded = load(options.model, options.ema, options.device)
-    loaded.tokenizer.no_padding()
-    loaded.tokenizer.no_truncation()
     flags = training_flags(Path(options.model))
     ends = bool(flags.get("document_end", True)) if options.document_end is None else options.document_end
     special = SpecialIds(
-        bos=loaded.token_id("<s>"),
-        eos=loaded.token_id("</s>") if ends else None,
-        pad=loaded.token_id("<pad>"),
-        mask=loaded.token_id("<mask>"),
+        bos=loaded.special_id("bos"),
+        eos=loaded.special_id("eos") if ends and not loaded.special.one_boundary else None,
+        pad=loaded.special_id("pad"),
+        mask=loaded.special_id("mask"),
     )
     on_cuda = loaded.device.type == "cuda"
     autocast = on_cuda if options.mixed_precision is None else options.mixed_precision
     tokens = options.batch_tokens
     if not tokens:
-        words = loaded.tokenizer.get_vocab_size()
+        words = loaded.special.vocab_size
         tokens = max(_ROW_LENGTH, min(32768 if on_cuda else 4096, _LOGITS // words))
     shape = BatchShape(tokens // _ROW_LENGTH, _ROW_LENGTH)
-    return ScoringModel(loaded, special, World(0, 1, loaded.device, Environment("none")), autocast, shape)
+    return ScoringModel(loaded, special, World(0, 1, loaded.device, Environment("none")), autocast, shape, ends)
 
 
 def check_output(path: str | None, flag: str) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from data.special_tokens import SpecialTokens, special_tokens
 from export.hf_format import is_exported, read_exported
 from model import ModelConfig
 from model_extra import build_model
 from model_protocol import PretrainingModel
-from training.checkpoint import CheckpointError, locate
+from training.checkpoint import CheckpointError, locate, training_flags
 
 
 def load_model(
@@ -39,3 +40,10 @@ def load_model(
     model = build_model(config)
     model.load_state_dict(tensors)
     return model.to(device).eval(), tokenizer, config
+
+
+def load_special_tokens(path: str | Path, tokenizer: Tokenizer) -> SpecialTokens:
+    """The special tokens of the model at `path` with its tokenizer, as it was trained. Raises ShardError."""
+    flags = training_flags(Path(path))
+    given, below = flags.get("special_tokens") or "", flags.get("n_special_tokens") or 0
+    return special_tokens(tokenizer.to_str(), given, below, where=f"the tokenizer of {path}")

@@ -153,8 +153,9 @@ def test_wrong_tokenizer(inputs, tmp_path, capsys):
         assert "vocab_size" not in said
     (tmp_path / "tokenizer.json").write_text("not JSON")
     refused(flags(inputs, tmp_path, tokenizer_path=tmp_path / "tokenizer.json"), capsys, "tokenizer.json")
-    (tmp_path / "tokenizer.json").write_text((inputs / "tokenizer.json").read_text().replace("<mask>", "[MASK]"))
-    refused(flags(inputs, tmp_path, tokenizer_path=tmp_path / "tokenizer.json"), capsys, "<mask>")
+    (tmp_path / "tokenizer.json").write_text((inputs / "tokenizer.json").read_text().replace("<mask>", "<gap>"))
+    arguments = flags(inputs, tmp_path, tokenizer_path=tmp_path / "tokenizer.json")
+    refused(arguments, capsys, "has no token for mask (hides a word)", "--special_tokens mask=TOKEN")
 
 
 def test_truncated_and_foreign_shards(inputs, tmp_path, capsys):
@@ -319,7 +320,7 @@ def test_defaults_are_the_papers():
         "batch_reduction": 4, "learning_rate": 1e-2, "max_steps": 15625, "optimizer": "lamb", "weight_decay": 0.1,
         "warmup_proportion": 0.016, "cooldown_proportion": 0.016, "mask_p_start": 0.3, "mask_p_end": 0.15,
         "mask_random_p": 0.1, "mask_keep_p": 0.1, "ema_decay": 0.999, "optimizer_beta1": 0.9, "optimizer_beta2": 0.98,
-        "optimizer_eps": 1e-8, "max_gradient": 2.0, "z_loss_weight": 1e-4, "n_special_tokens": 16, "seed": 42,
+        "optimizer_eps": 1e-8, "max_gradient": 2.0, "z_loss_weight": 1e-4, "seed": 42,
     }  # fmt: skip
     assert {name: getattr(config, name) for name in expected} == expected
 

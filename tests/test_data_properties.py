@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from data.corpus import Corpus
 from data.loader import BatchBuilder, RowBatch, ValidationSet
-from data.masking import IGNORE_INDEX, MaskingOptions
+from data.masking import IGNORE_INDEX, PADDING, MaskingOptions
 from data.objectives import CAUSAL, MASKED
 from data.plan import DataPlan, StepPlan, resolve_split
 from data.shards import write_shard
@@ -114,8 +114,8 @@ def check_masks(batch: RowBatch, mask_p: float, options: MaskingOptions) -> None
     masked = (batch.objective == MASKED).numpy()
     owned = batch.tokens[:, 1:].numpy()
     assert (labels.numpy()[scored] == owned[scored]).all()
-    assert (owned[masked][scored[masked]] >= options.n_special_tokens).all()
-    able = (owned[masked] >= options.n_special_tokens).sum(1)
+    assert not np.isin(owned[masked][scored[masked]], options.special_ids).any()
+    able = (~np.isin(owned[masked], (PADDING, *options.special_ids))).sum(1)
     assert (abs(scored[masked].sum(1) - mask_p * able) < 1).all()
 
 

@@ -24,7 +24,7 @@ NEEDED = TrainingConfig(train_path="a", config_file="b", tokenizer_path="c", nam
         ({"max_steps": 0}, "--max_steps is 0; it must be at least 1"),
         ({"max_fruitless_starts": 0}, "--max_fruitless_starts is 0; it must be at least 1"),
         ({"seq_length": 1}, "--seq_length is 1; it must be at least 2: a row needs a next token"),
-        ({"n_special_tokens": 4}, "--n_special_tokens is 4; it must be at least 5: ids 0-4 are always special"),
+        ({"n_special_tokens": -1}, "--n_special_tokens is -1; it must be at least 0"),
         ({"save_every": -1}, "--save_every is -1; it must be at least 0"),
         ({"weight_decay": -0.1}, "--weight_decay is -0.1; it must be at least 0"),
         ({"step_timeout": 0.0}, "--step_timeout is 0.0; it must be above 0"),

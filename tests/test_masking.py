@@ -38,7 +38,7 @@ def make_rows(rows: int, length: int, seed: int = 0, document_every: int = 50) -
 
 
 def build(tokens, keys, p, *, causal=False, options=OPTIONS, origins=None, device="cpu"):
-    counts = np.zeros(len(tokens), np.int64) if causal else masked_counts(tokens, keys, p, options.n_special_tokens)
+    counts = np.zeros(len(tokens), np.int64) if causal else masked_counts(tokens, keys, p, options)
     to = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)  # noqa: E731 - a local shorthand
     objective = torch.full((len(tokens),), CAUSAL if causal else MASKED, device=device)
     return build_inputs(
@@ -103,7 +103,7 @@ def test_causal_rows_predict_everything_but_the_document_start():
     inputs, _ = build(tokens, keys, 0.3, causal=True)
     labels = inputs.labels.numpy()
     np.testing.assert_array_equal(labels == IGNORE_INDEX, tokens[:, 1:] == 1)
-    np.testing.assert_array_equal((labels != IGNORE_INDEX).sum(1), token_counts(tokens, 1))
+    np.testing.assert_array_equal((labels != IGNORE_INDEX).sum(1), token_counts(tokens, OPTIONS))
     np.testing.assert_array_equal(inputs.input_ids.numpy(), tokens[:, :-1])
     assert (labels == 2).any()  # </s> is learned
 
@@ -135,7 +135,48 @@ def test_padding_is_neither_input_nor_target():
         assert inputs.document_ids.tolist() == [[1, 1, 1, 1, -1]]
         assert inputs.labels.tolist() == [[20, 21, 22, IGNORE_INDEX, IGNORE_INDEX]]
         assert inputs.input_ids[0, -1] == 3
-        assert (token_counts(tokens, 1) if causal else masked_counts(tokens, np.array([5]), 1.0, 16)).tolist() == [3]
+        counts = token_counts(tokens, OPTIONS) if causal else masked_counts(tokens, np.array([5]), 1.0, OPTIONS)
+        assert counts.tolist() == [3]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("even", [False, True])
+def test_special_tokens_may_have_any_ids(even, device):
+    """Words and special tokens under other numbers, words in the same order: the same masks and the same draws."""
+    generator, ours = np.random.default_rng(3), MaskingOptions(vocab_size=1000, random_p=0.5, even=even)
+    special = np.sort(generator.choice(1000, 16, replace=False))
+    names = np.concatenate([generator.permutation(special), np.setdiff1d(np.arange(1000), special)])  # by our id
+    bos, pad, mask = names[[ours.bos_id, ours.pad_id, ours.mask_id]].tolist()
+    theirs = replace(ours, bos_id=bos, pad_id=pad, mask_id=mask, special_ids=tuple(special.tolist()))
+    tokens, keys = make_rows(200, 64)
+    tokens[-1, 40:] = PADDING
+    origins = np.arange(tokens.size).reshape(tokens.shape) if even else None
+    expected, counts = build(tokens, keys, 0.4, options=ours, origins=origins)
+    renamed = np.where(tokens == PADDING, PADDING, names[tokens]).astype(np.int32)
+    found, found_counts = build(renamed, keys, 0.4, options=theirs, origins=origins, device=device)
+    assert (found_counts == counts).all()
+    assert (found.input_ids.cpu().numpy() == names[expected.input_ids]).all()
+    labels = np.where(expected.labels == IGNORE_INDEX, IGNORE_INDEX, names[expected.labels])
+    assert (found.labels.cpu().numpy() == labels).all()
+    assert torch.equal(found.document_ids.cpu(), expected.document_ids)
+    shown = found.input_ids[:, 1:].cpu().numpy()
+    hidden = (found.labels[:, :-1].cpu().numpy() != IGNORE_INDEX) & (shown != renamed[:, 1:-1])
+    drawn = np.unique(shown[hidden & (shown != mask)])
+    assert not np.isin(drawn, special).any()
+    assert drawn[0] < 50  # where ours are special
+    assert drawn[-1] > 950
+
+
+def test_the_token_that_begins_a_document_may_end_the_one_before():
+    """GPT-2's: the end of a document is a target, predicted from that document, and never masked."""
+    options, tokens = replace(OPTIONS, bos_ends=True), np.array([[1, 20, 21, 1, 22, 23, 1, PADDING]], np.int32)
+    inputs, _ = build(tokens, np.array([5]), 0.0, causal=True, options=options)
+    assert inputs.labels.tolist() == [[20, 21, 1, 22, 23, 1, IGNORE_INDEX]]
+    assert inputs.document_ids.tolist() == [[1, 1, 1, 2, 2, 2, 3]]
+    assert token_counts(tokens, options).tolist() == [6]
+    inputs, counts = build(tokens, np.array([5]), 1.0, options=options)
+    assert inputs.labels.tolist() == [[20, 21, IGNORE_INDEX, 22, 23, IGNORE_INDEX, IGNORE_INDEX]]
+    assert counts.tolist() == [4]
 
 
 def test_a_row_without_maskable_tokens_has_no_target():

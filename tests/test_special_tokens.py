@@ -13,6 +13,7 @@ from data.shards import ShardError
 from data.special_tokens import OURS, ROLES, parse_roles, read_special_tokens, special_tokens
 from preprocessing import special_tokens as command
 from preprocessing.tokenizer import DocumentEncoder, load_tokenizer
+from training.config import LATER_FLAGS
 
 END = "<|endoftext|>"
 EXPECTED = {
@@ -106,3 +107,8 @@ def test_ids_below_a_number_or_without_a_token_are_special(folders):
     found = special_tokens(json.dumps(content))
     assert found.special_ids == (*range(16), 301, 302, 303)
     assert set(ROLES) == set(found.ids)
+
+
+def test_runs_from_before_roles_have_those_of_our_tokenizers():
+    assert LATER_FLAGS["special_tokens"].before == OURS
+    assert LATER_FLAGS["n_special_tokens"].before == 16

@@ -77,7 +77,7 @@ class Later(NamedTuple):
 
     before: Any  # what runs did that began before there was such a flag
     now: Any  # what new runs do where it is not given
-    note: str  # for those who resume a run from before
+    note: str  # for those who resume a run from before; "" where it goes on as a new one would
 
 
 def _flag(
@@ -182,9 +182,16 @@ class Flags:
         "objective",
         choices=("random", "even"),
     )
-    n_special_tokens: int = _flag(
-        16, "ids below this are never masked", "objective", at_least(5, "ids 0-4 are always special")
-    )
+    special_tokens: str | None = _flag(
+        None, "bos=TOKEN,eos=TOKEN,... (also pad, mask, unk) where the tokenizer's files do not tell (default: as the "
+        "run that is resumed, else as the files tell)", "objective", kind=str,
+        later=Later("bos=<s>,eos=</s>,pad=<pad>,mask=<mask>,unk=<unk>", "", ""),
+    )  # fmt: skip
+    n_special_tokens: int | None = _flag(
+        None, "special, so never masked nor drawn, are the ids below this, as published (0: the tokens that the "
+        "tokenizer marks; default: as the run that is resumed, else 0)", "objective",
+        Rule(lambda value: value is None or value >= 0, "it must be at least 0"), kind=int, later=Later(16, 0, ""),
+    )  # fmt: skip
     document_end: bool = _flag(True, "close each document with </s> (off: the published behaviour)", "objective")
     row_start: bool | None = _flag(
         None,

@@ -21,6 +21,7 @@ from data.plan import DataPlan, resolve_split
 from data.positions import BehindTheEnd, Exposure, PositionError, checkpoint_name, parse_amounts, step_of, steps_for
 from data.ratio_schedule import RatioPoint, RatioSchedule, parse_schedule, ratio_for, resolve_schedule
 from data.shards import tokenizer_hash
+from data.special_tokens import SpecialTokens, read_special_tokens, tokenizer_file
 from model import ModelConfig, ModelConfigError
 from training.checkpoint import training_flags
 from training.config import LATER_FLAGS, ConfigError, TrainingConfig, later_flag
@@ -103,29 +104,20 @@ class Inputs:
         }
 
 
-def _special_id(tokenizer: Tokenizer, token: str, config: TrainingConfig) -> int:
-    number = tokenizer.token_to_id(token)
-    if number is None:
-        raise ConfigError(
-            f"--tokenizer_path {config.tokenizer_path!r} has no token {token}; "
-            "preprocessing/train_tokenizer.py makes one that fits"
-        )
-    if number >= config.n_special_tokens:
-        raise ConfigError(
-            f"--n_special_tokens is {config.n_special_tokens} but {token} has id {number} in {config.tokenizer_path}; "
-            f"give at least {number + 1}"
-        )
-    return number
-
-
-def _read_tokenizer(path: str) -> tuple[Tokenizer, str]:
+def _read_tokenizer(config: TrainingConfig) -> tuple[str, SpecialTokens]:
+    """The tokenizer.json as a text, and its special tokens."""
+    path = config.tokenizer_path
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        return Tokenizer.from_str(text), text
+        text = tokenizer_file(path).read_text(encoding="utf-8")
+        Tokenizer.from_str(text)
     except OSError as error:
         raise ConfigError(f"--tokenizer_path {path!r} cannot be read: {error.strerror}") from error
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ConfigError(f"--tokenizer_path {path!r} is not a tokenizer.json: {error}") from error
+    special = read_special_tokens(path, config.special_tokens or "", config.n_special_tokens or 0)
+    needed = {"bos", "pad", "mask"} | ({"eos"} if config.document_end else set())
+    special.require(needed, f"--tokenizer_path {path!r}")
+    return text, special
 
 
 def _ratio_schedule(config: TrainingConfig, exposure: Exposure) -> RatioSchedule | None:
@@ -203,31 +195,35 @@ def _with_later_flags(config: TrainingConfig) -> TrainingConfig:
 def read_inputs(config: TrainingConfig) -> Inputs:
     """Open and check all files. Raises ValueError (ConfigError, CorpusError, ShardError), each one sentence."""
     config = _with_later_flags(config)
-    tokenizer, text = _read_tokenizer(config.tokenizer_path)
+    text, special = _read_tokenizer(config)
+    config = dataclasses.replace(config, special_tokens=str(special))
     try:
         model_config = ModelConfig.from_json(config.config_file)
     except ModelConfigError as error:
         raise ConfigError(f"--config_file: {error}") from error
-    words = tokenizer.get_vocab_size()
     options = MaskingOptions(
-        vocab_size=words,
-        mask_id=_special_id(tokenizer, "<mask>", config),
-        bos_id=_special_id(tokenizer, "<s>", config),
-        pad_id=_special_id(tokenizer, "<pad>", config),
-        n_special_tokens=config.n_special_tokens,
+        vocab_size=special.vocab_size,
+        mask_id=special.ids["mask"],
+        bos_id=special.ids["bos"],
+        pad_id=special.ids["pad"],
+        special_ids=special.special_ids,
+        bos_ends=config.document_end and special.one_boundary,
         random_p=config.mask_random_p,
         keep_p=config.mask_keep_p,
         even=config.masking == "even",
         row_start=bool(config.row_start),
         seed=config.seed,
     )
-    eos = _special_id(tokenizer, "</s>", config) if config.document_end else None
-    identity = tokenizer_hash(config.tokenizer_path)
+    eos = special.ids["eos"] if config.document_end and not special.one_boundary else None
+    identity = tokenizer_hash(tokenizer_file(config.tokenizer_path))
     corpus = Corpus(config.train_path, tokenizer_hash=identity, bos_id=options.bos_id, eos_id=eos, seed=config.seed)
+    words = special.vocab_size
     if not words <= model_config.vocab_size < words + _VOCABULARY_PADDING:
+        added = f", of which {special.added} were added to those of its model" * bool(special.added)
         raise ConfigError(
             f"--config_file {config.config_file!r} has vocab_size {model_config.vocab_size} but --tokenizer_path "
-            f"{config.tokenizer_path!r} has {words} tokens; set vocab_size to {words} (or to the next multiple of 64)"
+            f"{config.tokenizer_path!r} has {words} tokens{added}; set vocab_size to {words} (or to the next multiple "
+            "of 64)"
         )
     held_out = None
     if config.valid_path:

@@ -158,7 +158,7 @@ def find_resume_point(
         )
     if flags is not None:
         lacked = {name: later for name, later in LATER_FLAGS.items() if name not in flags}
-        notes += [later.note for name, later in lacked.items() if getattr(config, name) == later.before]
+        notes += [later.note for name, later in lacked.items() if later.note and getattr(config, name) == later.before]
     if checkpoint is not None:
         changed += _check_fit(checkpoint, inputs, same_run)
         for parent in parents:
