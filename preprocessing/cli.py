@@ -20,6 +20,10 @@ class CommandError(ValueError):
     """Something that the user can correct; the message is one sentence that names the flag or file and the remedy."""
 
 
+class CorpusError(CommandError):
+    """Input text that cannot be found or read; the message names file and line."""
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived."""
 
@@ -127,10 +131,10 @@ def add_input_flags(parser: Parser) -> None:
         required=True,
         metavar="PATH",
         help="files, folders (searched to the bottom, links included) or globs in quotes, here or on a server (hf://, "
-        "s3://, gs://, https://): .txt (a blank line between "
-        "documents), .jsonl, .ndjson or .json.gz (a JSON string or object a line), each also as .gz, .bz2, .xz or "
-        ".zst, .parquet and .arrow; named as files or by a glob, .train, .dev and .test are read as .txt, .json as "
-        ".jsonl",
+        "s3://, gs://, https://): .txt (a blank line between documents), .jsonl, .ndjson or .json.gz (a JSON string or "
+        "object a line), each also as .gz, .bz2, .xz or .zst, .parquet and .arrow; named as files or by a glob, "
+        ".train, .dev and .test are read as .txt, .json as .jsonl. dataset://NAME?config=...&split=...&revision=...: a "
+        "Hugging Face dataset by name or folder, streamed (the split train unless given)",
     )
     parser.add_argument(
         "--other_files",

@@ -11,7 +11,8 @@ from io import BufferedReader
 from pathlib import Path, PurePath
 
 from data.wording import count
-from preprocessing.cli import CommandError
+from preprocessing.cli import CorpusError
+from preprocessing.hub_datasets import PROTOCOL, describe_parts, list_dataset
 from preprocessing.remote import describe_remote, is_remote, list_remote, open_remote
 
 _KINDS = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
@@ -28,17 +29,13 @@ _RENAME, _RESTORE, _NOTHING = "rename", "restore", "nothing reads"
 _EXAMPLES = 6  # suffixes that the note names for each of these
 
 
-class CorpusError(CommandError):
-    """Input text that cannot be found or read; the message names file and line."""
-
-
 @dataclass(frozen=True)
 class InputFile:
     """One file of the input. `name` is relative to what the user named, so it does not depend on where that lies."""
 
-    path: Path | str  # str: the URL of a remote file
+    path: Path | str  # str: the URL of a remote file or of a part of a dataset
     name: str
-    kind: str  # "text", "jsonl", "parquet" or "arrow"
+    kind: str  # "text", "jsonl", "parquet", "arrow" or "dataset"
     compression: str  # "", ".gz", ".bz2", ".xz" or ".zst"
     size: int  # bytes on the disk
     modified: int  # nanoseconds since 1970; of a remote file RemoteFile.version
@@ -92,7 +89,7 @@ def files_of_part(files: Sequence[InputFile], part: int, parts: int) -> list[Inp
 def check_unchanged(file: InputFile) -> None:
     """Raises CorpusError if a file is no longer as it was when it was found: what is stored would be neither."""
     if isinstance(file.path, str):
-        (remote,) = describe_remote([file.path])
+        (remote,) = describe_parts([file.path]) if file.kind == "dataset" else describe_remote([file.path])
         size, modified = remote.size, remote.version
     else:
         status = file.path.stat()
@@ -110,6 +107,10 @@ def open_input(file: InputFile) -> BufferedReader:
 
 
 def _expand(argument: str, other_files: str | None, unread: list[_Unread]) -> list[InputFile]:
+    if argument.startswith(PROTOCOL):
+        names = list_dataset(argument)
+        found = describe_parts(names)
+        return [InputFile(each.url, names[each.url], "dataset", "", each.size, each.version) for each in found]
     if is_remote(argument):
         return _remote_files(argument, other_files, unread)
     path = Path(argument)

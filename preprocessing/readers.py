@@ -12,11 +12,12 @@ import importlib
 import io
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from preprocessing.fields import kept_fields
+from preprocessing.hub_datasets import open_part
 from preprocessing.inputs import CorpusError, InputFile, check_unchanged, open_input
 from preprocessing.tables import open_table
 from preprocessing.tokenizer import cut_place
@@ -112,7 +113,7 @@ def read_chunks(
 
 
 def _file_chunks(file: InputFile, layout: Layout, position: Position) -> Iterator[Chunk]:
-    if file.kind in ("parquet", "arrow"):
+    if file.kind in ("parquet", "arrow", "dataset"):
         yield from _table_chunks(file, layout, position)
         return
     with _opened(file) as (stream, on_disk):
@@ -284,9 +285,15 @@ def _advanced(position: Position, payload: bytes, inside: bool = False) -> Posit
     return Position(position.file, position.offset + len(payload), position.line + lines, inside)
 
 
+def _opened_table(file: InputFile) -> AbstractContextManager[Any]:
+    if file.kind == "dataset":
+        return open_part(str(file.path))
+    return open_table(file.path, file.kind, open_input(file) if isinstance(file.path, str) else None)
+
+
 def _table_chunks(file: InputFile, layout: Layout, position: Position) -> Iterator[Chunk]:
     """Cuts after rows. Values travel as bytes: the parser says which row is not UTF-8."""
-    with open_table(file.path, file.kind, open_input(file) if isinstance(file.path, str) else None) as table:
+    with _opened_table(file) as table:
         table.check_text(layout.text_field)
         names = (layout.text_field, *layout.keep_fields)
         columns = list(dict.fromkeys(name for name in map(table.column_of, names) if name in table.schema.names))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from preprocessing.inputs import CorpusError
+from preprocessing.cli import CorpusError
 
 _KINDS = {"parquet": "Parquet", "arrow": "Arrow"}
 _TEXTS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")  # bytes may be UTF-8
@@ -18,54 +18,15 @@ _LISTS = ("list", "large_list", "fixed_size_list")
 _BUFFER_BYTES = 1 << 20
 
 
-class Table:
-    """An opened file. kind: "parquet", or "arrow": the file or stream format of Arrow's IPC, as `datasets` saves it."""
+class Columns:
+    """Columns of rows, and the text in them. name: of the file or dataset, for messages."""
 
-    def __init__(self, path: Path | str, kind: str, source: Any) -> None:
+    def __init__(self, name: Path | str, schema: Any) -> None:
         import pyarrow
         import pyarrow.compute
-        import pyarrow.ipc
-        import pyarrow.parquet
 
-        self._path, self._is_parquet, self._pyarrow = path, kind == "parquet", pyarrow
-        self._types, self._compute = pyarrow.types, pyarrow.compute
-        self._source = source
-        if self._is_parquet:
-            self._table: Any = pyarrow.parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES)
-            self.schema = self._table.schema_arrow
-            return
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        self._table = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        self.schema = self._table.schema
-
-    def batches(self, columns: Sequence[str], first: int, size: int) -> Iterator[tuple[Any, float]]:
-        """Batches of at most `size` rows from row `first` on, each with the fraction of the file read behind it."""
-        if self._is_parquet:
-            yield from self._parquet_batches(columns, first, size)
-            return
-        table, total, row = self._table, self._source.size(), 0
-        known = hasattr(table, "num_record_batches")
-        for batch in map(table.get_batch, range(table.num_record_batches)) if known else table:
-            for start in range(min(max(first - row, 0), batch.num_rows), batch.num_rows, size):
-                yield batch.slice(start, size), self._source.tell() / total
-            row += batch.num_rows
-
-    def _parquet_batches(self, columns: Sequence[str], first: int, size: int) -> Iterator[tuple[Any, float]]:
-        metadata = self._table.metadata
-        sizes = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-        group, skip, row = 0, first, first
-        while group < len(sizes) and skip >= sizes[group]:
-            skip -= sizes[group]
-            group += 1
-        for batch in self._table.iter_batches(size, range(group, len(sizes)), list(columns)):
-            kept = batch.slice(skip)
-            skip = max(0, skip - batch.num_rows)
-            row += kept.num_rows
-            if kept.num_rows:
-                yield kept, row / metadata.num_rows
-
-    # ------------------------------------------------------------------------------------------------------- text
+        self.schema = schema
+        self._name, self._types, self._compute = name, pyarrow.types, pyarrow.compute
 
     def column_of(self, name: str) -> str:
         """The column that a dotted name begins with."""
@@ -79,7 +40,7 @@ class Table:
         kind = self._type_of(name)
         found = "is not there" if kind is None else f"holds {kind}, not text"
         remedy = f"set --text_field to one of {', '.join(textual)}" if textual else "no other column holds text"
-        raise CorpusError(f"{self._path}: the column '{name}' {found}; {remedy}")
+        raise CorpusError(f"{self._name}: the column '{name}' {found}; {remedy}")
 
     def _names(self, fields: Any, before: str = "") -> Iterator[str]:
         """Dotted names of all text in a schema or struct."""
@@ -130,7 +91,7 @@ class Table:
         try:
             return batch.select([name for name in columns if name in self.schema.names]).to_pylist()
         except UnicodeDecodeError as error:
-            raise CorpusError(f"{self._path}: a field of --keep_fields is not valid UTF-8 ({error})") from None
+            raise CorpusError(f"{self._name}: a field of --keep_fields is not valid UTF-8 ({error})") from None
 
     def _texts(self, values: Any, name: str) -> list[bytes | None]:
         if self._types.is_dictionary(values.type):
@@ -149,6 +110,50 @@ class Table:
             options = self._compute.StructFieldOptions([fields.index(head)])
             return self._texts(self._compute.call_function("struct_field", [values], options), rest)
         return values.cast("large_binary").to_pylist()
+
+
+class Table(Columns):
+    """An opened file. kind: "parquet", or "arrow": the file or stream format of Arrow's IPC, as `datasets` saves it."""
+
+    def __init__(self, path: Path | str, kind: str, source: Any) -> None:
+        import pyarrow.ipc
+        import pyarrow.parquet
+
+        self._is_parquet, self._source = kind == "parquet", source
+        if self._is_parquet:
+            self._table: Any = pyarrow.parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES)
+            super().__init__(path, self._table.schema_arrow)
+            return
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        self._table = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+        super().__init__(path, self._table.schema)
+
+    def batches(self, columns: Sequence[str], first: int, size: int) -> Iterator[tuple[Any, float]]:
+        """Batches of at most `size` rows from row `first` on, each with the fraction of the file read behind it."""
+        if self._is_parquet:
+            yield from self._parquet_batches(columns, first, size)
+            return
+        table, total, row = self._table, self._source.size(), 0
+        known = hasattr(table, "num_record_batches")
+        for batch in map(table.get_batch, range(table.num_record_batches)) if known else table:
+            for start in range(min(max(first - row, 0), batch.num_rows), batch.num_rows, size):
+                yield batch.slice(start, size), self._source.tell() / total
+            row += batch.num_rows
+
+    def _parquet_batches(self, columns: Sequence[str], first: int, size: int) -> Iterator[tuple[Any, float]]:
+        metadata = self._table.metadata
+        sizes = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+        group, skip, row = 0, first, first
+        while group < len(sizes) and skip >= sizes[group]:
+            skip -= sizes[group]
+            group += 1
+        for batch in self._table.iter_batches(size, range(group, len(sizes)), list(columns)):
+            kept = batch.slice(skip)
+            skip = max(0, skip - batch.num_rows)
+            row += kept.num_rows
+            if kept.num_rows:
+                yield kept, row / metadata.num_rows
 
 
 @contextmanager
