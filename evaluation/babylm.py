@@ -42,8 +42,9 @@ from evaluation.scoring import (
     check_scoring_flags,
     enough_memory,
     load_for_scoring,
+    say_of_positions,
 )
-from evaluation.token_log_probs import TokenizedSentences, count_tokens, joined, sentence_sums, token_scores
+from evaluation.token_log_probs import count_tokens, joined, sentence_sums, token_scores
 from evaluation.zero_shot import READING, Dataset, by_item, encode_items, find_datasets
 from export.hf_format import is_exported
 from training.checkpoint import locate
@@ -134,7 +135,12 @@ def score(model: ScoringModel, suite: Suite, modes: Sequence[str]) -> dict[str, 
     """
     tokenizer, special = model.loaded.tokenizer, model.special
     choices = {each.name: encode_items(each.items, tokenizer, special) for each in suite.datasets if each.items}
-    say_of_texts(list(choices.values()), getattr(model.loaded.model, "config", None))
+    say_of_positions(model, choices.values())
+    if empty := sum(int((part.counts == 0).sum()) for part in choices.values()):
+        print(
+            f"note: {count(empty, 'choice')} without a token that the tokenizer knows: log-probability 0",
+            file=sys.stderr,
+        )
     needed = objectives(modes)
     words = {
         (name, objective): encode_places(data.places, tokenizer, special, objective == "causal")
@@ -165,23 +171,6 @@ def score(model: ScoringModel, suite: Suite, modes: Sequence[str]) -> dict[str, 
     if "fused" in modes:
         scores["fused"] = {name: (scores["masked"][name] + scores["causal"][name]) / 2 for name in scores["masked"]}
     return {mode: scores[mode] for mode in modes}
-
-
-def say_of_texts(parts: Sequence[TokenizedSentences], config: Any) -> None:
-    """Say what scores may surprise: texts beyond the model's positions, choices without a token."""
-    positions = getattr(config, "max_position_embeddings", None)
-    lengths = np.concatenate([np.diff(part.starts) for part in parts]) if parts else np.zeros(0)
-    if positions and (longer := int((lengths > positions).sum())):
-        print(
-            f"note: {count(longer, 'text')} of up to {int(lengths.max()):,} tokens, beyond the model's {positions} "
-            "positions: they are read whole, distances beyond being unlike any in training",
-            file=sys.stderr,
-        )
-    if empty := sum(int((part.counts == 0).sum()) for part in parts):
-        print(
-            f"note: {count(empty, 'choice')} without a token (characters that the tokenizer drops): log-probability 0",
-            file=sys.stderr,
-        )
 
 
 # Results

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from data.cli import Parser
+from data.wording import count
 from evaluation.generation import LoadedModel, UsageError, add_model_flags, load
-from evaluation.token_log_probs import BatchShape, SpecialIds
+from evaluation.token_log_probs import BatchShape, SpecialIds, TokenizedSentences
 from training.checkpoint import training_flags
 from training.distributed import World
 from training.environment import Environment
@@ -88,6 +92,18 @@ def load_for_scoring(options: argparse.Namespace) -> ScoringModel:
         tokens = max(_ROW_LENGTH, min(32768 if on_cuda else 4096, _LOGITS // words))
     shape = BatchShape(tokens // _ROW_LENGTH, _ROW_LENGTH)
     return ScoringModel(loaded, special, World(0, 1, loaded.device, Environment("none")), autocast, shape, ends)
+
+
+def say_of_positions(model: ScoringModel, parts: Iterable[TokenizedSentences]) -> None:
+    """Say once how many texts are longer than any that the model has learned positions for."""
+    positions = getattr(getattr(model.loaded.model, "config", None), "max_position_embeddings", math.inf)
+    lengths = [int(length) for part in parts for length in np.diff(part.starts)]
+    if longer := sum(length > positions for length in lengths):
+        print(
+            f"note: {count(longer, 'text')} of up to {max(lengths):,} tokens, beyond the model's {positions} positions "
+            "(max_position_embeddings): read whole, at distances that are no more told apart or were never learned",
+            file=sys.stderr,
+        )
 
 
 def check_output(path: str | None, flag: str) -> None:

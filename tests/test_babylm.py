@@ -10,13 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_evaluation import reference, tiny_config, tiny_model
+from helpers.tiny_evaluation import reference, tiny_model
 from helpers.tiny_runs import TEXT, train_on
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from evaluation import babylm, reading_times, zero_shot
-from evaluation.babylm import model_name, say_of_texts
+from evaluation.babylm import Suite, model_name, score
+from evaluation.generation import LoadedModel
 from evaluation.reading_times import ReadingTimes, encode_places, r_squared, surprisals
+from evaluation.scoring import ScoringModel
 from evaluation.token_log_probs import BatchShape, SpecialIds, joined, sentence_sums, token_scores
 from evaluation.zero_shot import Item, encode_items, find_datasets
 from model_extra import GPTBert
@@ -119,7 +121,8 @@ def brute(model: GPTBert, tokenizer: Tokenizer, prefix: str, completion: str, mo
         return sum(brute(model, tokenizer, prefix, completion, part) for part in ("masked", "causal")) / 2
     encoding = tokenizer.encode(prefix + completion, add_special_tokens=False)
     first = next(i for i, (_, end) in enumerate(encoding.offsets) if end > len(prefix))
-    return reference(model, encoding.ids, encoding.word_ids, mode, eos=False, first=first)[0]
+    scored = range(first, len(encoding.ids))
+    return reference(model, encoding.ids, encoding.word_ids, mode, eos=False, only=scored)[0]
 
 
 @torch.no_grad()
@@ -262,20 +265,23 @@ def test_completions_do_not_depend_on_what_shares_their_batches(model, tokenizer
     assert np.isnan(surprisals(sums[0][1], owners, 3)).tolist() == [False, True, False]
 
 
-def test_choices_without_a_token_and_beyond_the_positions_are_said(capsys):
-    tokenizer = Tokenizer(models.BPE({"<s>": 1, "a": 5, "b": 6}, []))  # drops what it does not know
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    items = [Item("u", ("a ", "a " * 70), ("é", "b")), Item("u", ("", ""), ("é", "a b"))]
-    choices = encode_items(items, tokenizer, SPECIAL)
-    assert choices.counts.tolist() == [0, 1, 0, 2]
-    model = tiny_model(7)
-    for causal in (True, False):
-        scores = token_scores(model, choices, SPECIAL, WORLD, BatchShape(2, 64), causal=causal, autocast=False)
-        sums = sentence_sums(choices, scores)[0]
-        assert ((sums == 0) == [True, False, True, False]).all()
-    say_of_texts([choices], tiny_config(7))
+def test_choices_without_a_token_and_beyond_the_positions_are_said(tmp_path, capsys):
+    tokenizer = Tokenizer(models.BPE({**{f"<{n}>": n for n in range(5)}, "<s>": 1, "a": 5, "b": 6}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # drops what it does not know
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", "<pad>", "<mask>"])
+    lines = [{"prefix_acceptable": "a", "prefix_unacceptable": "b " * 70 + "a", "property_phrase": of} for of in "éb"]
+    write_lines(tmp_path / "comps/a.jsonl", lines)
+    [dataset], _ = find_datasets(tmp_path, "--data")
+    special = SpecialIds(tokenizer.token_to_id("<s>"), None, 3, 4)
+    choices = encode_items(dataset.items, tokenizer, special)
+    assert choices.counts.tolist() == [0, 0, 1, 1]
+    model = tiny_model(tokenizer.get_vocab_size())
+    loaded = LoadedModel(model, tokenizer, torch.device("cpu"))
+    scoring = ScoringModel(loaded, special, WORLD, False, BatchShape(2, 64))
+    for mode, found in score(scoring, Suite((dataset,), {}), MODES).items():
+        assert (found["comps"] == 0).tolist() == [[True, True], [False, False]], mode
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("note: 1 text of up to 72 tokens, beyond the model's 64 positions")
+    assert said[0].startswith("note: 2 texts of up to 73 tokens, beyond the model's 64 positions")
     assert said[1].startswith("note: 2 choices without a token")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 
@@ -28,16 +29,23 @@ def tiny_model(vocab_size: int, scale: float = 1.0) -> GPTBert:
 
 @torch.no_grad()
 def reference(
-    model: GPTBert, ids: list[int], words: list[int], mode: str, *, eos: bool, temperatures=(1.0,), first: int = 0
+    model: GPTBert,
+    ids: list[int],
+    words: list[int],
+    mode: str,
+    *,
+    eos: bool,
+    temperatures: Sequence[float] = (1.0,),
+    only: Sequence[int] | None = None,
 ) -> list[float]:
     """Log-probability of a sentence at each temperature by its definition: one mask at a time, in float64.
 
-    first: the tokens before are only read.
+    only: the tokens that are scored (default: all).
     """
     if next(model.parameters()).dtype != torch.float64:
         model = copy.deepcopy(model).double()
     totals = [0.0] * len(temperatures)
-    for i in range(first, len(ids)):
+    for i in range(len(ids)) if only is None else only:
         row = [1, *ids, *([2] if eos else [])]
         if mode == "causal":
             row = row[: i + 1]

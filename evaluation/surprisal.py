@@ -1,0 +1,122 @@
+"""Surprisal by word, for psycholinguistics: how unexpected is each word of a text, left to right and by its context?
+
+    python evaluation/surprisal.py MODEL --data sentences.txt --output surprisal.csv
+
+A line of the file is a text, read behind `<s>` and by itself; words are what white space separates. A line of the
+output is a word: the line of its text and its place there, both from 1, the word, its number of tokens, and its
+surprisal in bits, the sum over its tokens. A token belongs to the word that its last character is in, so the space
+before a word belongs to the word.
+
+causal: given all tokens before. masked: given all other tokens, each token masked in turn, with --word_l2r together
+with those that follow in the same word (Kauf and Ivanova, 2023), which else give a word's beginning away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from data.atomic_io import write_atomically
+from data.cli import Parser
+from data.wording import count
+from evaluation.generation import UsageError, run
+from evaluation.pair_accuracy import read_text
+from evaluation.scoring import (
+    add_scoring_flags,
+    check_output,
+    check_scoring_flags,
+    enough_memory,
+    load_for_scoring,
+    say_of_positions,
+)
+from evaluation.token_log_probs import SpecialIds, TokenizedSentences, count_tokens, encode_sentences, token_scores
+
+_WORD = re.compile(r"\S+")
+_OUTSIDE = -1  # the word of <s>, </s>
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    return run(measure, parse_arguments(arguments))
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(__doc__)
+    add_scoring_flags(parser, document_end=False)
+    parser.add_argument("--data", required=True, metavar="FILE", help="a text file, one text a line")
+    parser.add_argument("--mode", choices=("all", "masked", "causal"), default="all", help="default: all")
+    parser.add_argument("--word_l2r", action="store_true", help="masked: hide also the following tokens of the word")
+    parser.add_argument("--output", required=True, metavar="FILE.csv", help="the words with their surprisals")
+    return parser.parse_args(arguments)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Write the surprisals of all words, and print their means."""
+    check_scoring_flags(options)
+    check_output(options.output, "--output")
+    lines = [(number, line) for number, line in enumerate(read_text(Path(options.data), "--data").split("\n"), 1)]
+    lines = [(number, line.strip()) for number, line in lines if line.strip()]
+    if not lines:
+        raise UsageError(f"--data: {options.data} holds no text; give a file with one text a line.")
+    model, modes = load_for_scoring(options), ("masked", "causal") if options.mode == "all" else (options.mode,)
+    texts = [line for _, line in lines]
+    sentences = encode_by_word(model.loaded.tokenizer, texts, model.special)
+    say_of_positions(model, [sentences])
+
+    surprisals = {}
+    total = sum(count_tokens(sentences, mode == "causal") for mode in modes)
+    with enough_memory(), tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
+        for mode in modes:
+            scores = token_scores(
+                model, sentences, model.special, model.world, model.shape, causal=mode == "causal",
+                autocast=model.autocast, word_l2r=options.word_l2r, progress=bar.update,
+            )  # fmt: skip
+            surprisals[mode] = by_word(sentences, -scores[0] / math.log(2), texts)
+    tokens = by_word(sentences, np.ones(len(sentences.ids)), texts)
+    table = io.StringIO()
+    writer = csv.writer(table)
+    writer.writerow(["line", "place", "word", "tokens", *modes])
+    words = [(number, place, word) for number, line in lines for place, word in enumerate(line.split(), 1)]
+    for index, word in enumerate(words):
+        values = (f"{surprisals[mode][index]:.6f}" if tokens[index] else "" for mode in modes)
+        writer.writerow([*word, int(tokens[index]), *values])
+    write_atomically(options.output, table.getvalue().encode())
+    means = ", ".join(f"{mode} {surprisals[mode].sum() / max(1, (tokens > 0).sum()):.3f}" for mode in modes)
+    print(f"{options.output}: {count(len(words), 'word')} in {count(len(lines), 'text')}; bits a word: {means}")
+
+
+def encode_by_word(tokenizer: Tokenizer, texts: Sequence[str], special: SpecialIds) -> TokenizedSentences:
+    """Tokenised texts whose `words` are those that white space separates, counted from 0 in each text."""
+    sentences = encode_sentences(tokenizer, texts, special)
+    words = np.full(len(sentences.ids), _OUTSIDE)
+    for text, encoding, start in zip(texts, tokenizer.encode_batch(list(texts), add_special_tokens=False),
+                                     sentences.starts[:-1], strict=True):  # fmt: skip
+        ends = [match.end() for match in _WORD.finditer(text)]
+        last = [end for _, end in encoding.offsets]
+        words[start + 1 : start + 1 + len(last)] = np.minimum(np.searchsorted(ends, last), len(ends) - 1)
+    return TokenizedSentences(sentences.ids, words, sentences.starts, sentences.first, sentences.scored)
+
+
+def by_word(sentences: TokenizedSentences, values: np.ndarray, texts: Sequence[str]) -> np.ndarray:
+    """Sums of the tokens' values [N] over each word of each text, one text after the other; `sentences` by word."""
+    counts = np.array([len(text.split()) for text in texts])
+    before = np.repeat(counts.cumsum() - counts, np.diff(sentences.starts))
+    inside = sentences.words != _OUTSIDE
+    return np.bincount((before + sentences.words)[inside], values[inside].astype(np.float64), minlength=counts.sum())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
