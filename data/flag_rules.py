@@ -1,11 +1,13 @@
-"""Rules of single flags, and what makes a value of a flag's text."""
+"""Rules of single flags, what makes a value of a flag's text, and the fields that hold what is known of a flag."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from data.positions import PositionError, parse_amount, parse_amounts
+from data.positions import PositionError, parse_amount, parse_amounts, parse_position
 
 
 class Rule(NamedTuple):
@@ -30,6 +32,10 @@ POSITIVE = Rule(lambda value: value > 0, "it must be above 0")
 FRACTION = Rule(lambda value: 0 <= value <= 1, "it is a fraction and must be between 0 and 1")
 DECAY = Rule(lambda value: 0 <= value < 1, "it must be at least 0 and below 1")
 RISING = Rule(_rises, "it must be rising numbers above 0 and at most 1, such as 0.7,0.9")
+LENGTH = Rule(
+    lambda value: isinstance(value, str) or 0 <= value <= 1,
+    "it must be a fraction between 0 and 1, or steps (500), tokens (10Mt), words (1Mw) or epochs (2e)",
+)
 STEPS = Rule(lambda values: all(step >= 1 for step in values), "steps count from 1")
 
 
@@ -74,7 +80,84 @@ def amount(text: str) -> str:
     return text.strip()
 
 
+def length(text: str) -> float | str:
+    """A part of the run: a fraction as a number, another position as text that data/positions.py reads."""
+    try:
+        position = parse_position(text)
+    except PositionError:
+        return float(text)  # such as 1e-2
+    return float(position.value) if position.unit == "fraction" else str(position)
+
+
+length.__name__ = "part of the run"
 amount.__name__ = "number"
 float_list.__name__ = "comma-separated numbers"  # in argparse's errors
 int_list.__name__ = "comma-separated whole numbers"
 text_list.__name__ = "comma-separated texts"
+
+
+# Fields
+
+
+class Group(NamedTuple):
+    """A group of flags in the help. fixed: by default, its flags must not change when a run is resumed."""
+
+    title: str
+    fixed: bool
+
+
+GROUPS = {
+    "files": Group("files and folders", fixed=False),
+    "objective": Group("objectives and masking", fixed=True),
+    "batches": Group("batches and rows", fixed=True),
+    "optimization": Group("optimization", fixed=True),
+    "logs": Group("validation, checkpoints, logs", fixed=False),
+    "jobs": Group("SLURM jobs and ranks", fixed=False),
+    "hardware": Group("hardware", fixed=False),
+}
+
+
+class Later(NamedTuple):
+    """A flag that there was not always."""
+
+    before: Any  # what runs did that began before there was such a flag
+    now: Any  # what new runs do where it is not given
+    note: str  # for those who resume a run from before; "" where it goes on as a new one would
+
+
+def flag(
+    default: Any,
+    text: str,
+    group: str,
+    *rules: Rule,
+    choices: tuple[str, ...] | None = None,
+    kind: Callable[[str], Any] | None = None,
+    fixed: bool | None = None,
+    path: bool = False,
+    later: Later | None = None,
+) -> Any:
+    """A field that becomes a flag. kind: where the default does not show it. fixed: where the group does not."""
+    metadata = {
+        "help": text,
+        "group": group,
+        "rules": rules,
+        "choices": choices,
+        "kind": kind or type(default),
+        "fixed": GROUPS[group].fixed if fixed is None else fixed,
+        "path": path,
+        "later": later,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def budget(unit: str, text: str) -> Any:
+    """A flag that gives the run's length in another unit than steps; what a resume compares is its --max_steps."""
+    return flag("", text, "optimization", amount_of(unit), kind=amount, fixed=False)
+
+
+def problem(name: str, spec: dataclasses.Field, value: Any) -> str:
+    """What a flag's own rules have against a value, as a sentence; "" where they hold."""
+    shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"--{name} is {shown!r}; it must be a finite number"
+    return next((f"--{name} is {shown!r}; {rule.text}" for rule in spec.metadata["rules"] if not rule.holds(value)), "")

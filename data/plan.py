@@ -108,6 +108,7 @@ class DataPlan:
 
     hybrid_schedule: the masked fraction of rows at each step, in place of the constant or evenly moving one that
     hybrid_numerator, hybrid_denominator and hybrid_numerator_end name.
+    open_end: the order of rows does not depend on where the run ends, so that a longer one goes on without repeating.
     """
 
     max_steps: int
@@ -122,6 +123,7 @@ class DataPlan:
     milestones: tuple[float, ...] = (0.7, 0.9)
     seed: int = 42
     hybrid_schedule: RatioSchedule | None = None
+    open_end: bool = False
     schedule: BatchSchedule = field(init=False, repr=False, compare=False)
     ratios: RatioSchedule = field(init=False, repr=False, compare=False)
     _row_sums: np.ndarray = field(init=False, repr=False, compare=False)
@@ -231,7 +233,8 @@ class DataPlan:
     def spans(self, objective: int) -> list[tuple[int, int, int]]:
         """First token, end and row length of each part of an objective's stream whose rows have one length."""
         sums, lengths = self._token_sums[objective], self.seq_length * self.schedule.factors
-        return [(int(sums[a]), int(sums[b]), int(lengths[a])) for a, b in pairwise(self.length_changes())]
+        spans = [(int(sums[a]), int(sums[b]), int(lengths[a])) for a, b in pairwise(self.length_changes())]
+        return [*spans[:-1], (spans[-1][0], 1 << 62, spans[-1][2])] if self.open_end else spans
 
     def row_keys(self, objective: int, positions: np.ndarray) -> np.ndarray:
         """One 64-bit key per row, from which its masks and its dropout derive; int64 [n].

@@ -8,7 +8,7 @@ stand in its manifest; so many tokens of a stream are so many words as the corpu
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -167,6 +167,17 @@ def step_of(position: Position, schedule: BatchSchedule, exposure: Exposure) -> 
     if step > schedule.max_steps:
         raise BehindTheEnd(f"{position} lies behind the end of the run, which has {whole}")
     return step
+
+
+def length_in_steps(length: Position, schedule: BatchSchedule, exposure: Exposure, at_end: bool) -> int:
+    """The fewest steps, first or last ones of the run (`at_end`), that use so much. Raises PositionError."""
+    if not at_end or length.unit in ("fraction", "steps"):
+        return step_of(length, schedule, exposure)
+    left = schedule.tokens_before(schedule.max_steps) - exposure.tokens_of(length)
+    if left < 0:
+        raise PositionError(f"{length} is more than the run, which has {schedule.tokens_before(schedule.max_steps):,} "
+                            "tokens")  # fmt: skip
+    return schedule.max_steps - (bisect_right(schedule.token_sums, left) - 1)
 
 
 def steps_for(tokens: int, schedule: Callable[[int], BatchSchedule]) -> int:

@@ -64,12 +64,14 @@ def test_examples_touch_as_many_files_as_they_say():
 @pytest.mark.slow
 def test_a_run_with_the_examples_uses_them(copy, tmp_path):
     inputs = make_inputs(tmp_path / "inputs")
-    options = {"max_steps": 10, "validate_every": 0, "save_every": 5, "cooldown_proportion": 0.2}
+    options = {"max_steps": 10, "validate_every": 0, "save_every": 5, "schedule": "inverse_root"}
     arguments = flags(inputs, tmp_path, optimizer="lion", plugin=copy / "metric.py", learning_rate=1e-3, **options)
     run(arguments, script=copy / "train_single_gpu.py")
     lines = training_lines(tmp_path / "run")
     assert lines[-1]["train/loss"] < lines[0]["train/loss"]
-    assert [line["stats/learning_rate"] for line in lines] == pytest.approx([0, *[1e-3] * 8, 5e-4])
+    assert [line["stats/learning_rate"] for line in lines] == pytest.approx(
+        [0, *(1e-3 / step**0.5 for step in range(1, 10))]
+    )
     for line in lines:
         assert line["stats/denoise_rows"] in (line["stats/global_batch_size"] // 8 + more for more in (0, 1))
         assert "train/denoise_loss" in line

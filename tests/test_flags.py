@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from data.flag_rules import GROUPS
 from slurm.tasks import with_absolute_paths
 from training.config import FIELDS, ConfigError, TrainingConfig, parse_config
-from training.flags import GROUPS
 
 NEEDED = TrainingConfig(train_path="a", config_file="b", tokenizer_path="c", name="d")
 

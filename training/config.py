@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from data.cli import Parser, closest, shown
+from data.flag_rules import GROUPS, amount, float_list, int_list, length, text_list
 from data.positions import Position, parse_amount
 from data.ratio_schedule import parse_schedule
 from ops import reference
-from training.flags import GROUPS, ConfigError, Flags, amount, float_list, int_list, text_list
+from training.flags import ConfigError, Flags
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,13 @@ class TrainingConfig(Flags):
 FIELDS = {f.name: f for f in dataclasses.fields(TrainingConfig)}
 LATER_FLAGS = {name: spec.metadata["later"] for name, spec in FIELDS.items() if spec.metadata["later"]}
 _BUDGETS = ("max_steps", "max_tokens", "max_words", "max_epochs")  # a run has one of them
+# Flags that mean something with some choices of another alone.
+_ONLY_WITH = (
+    ("optimizer", ("muon", "normuon"),
+     ("matrix_learning_rate", "matrix_momentum", "cautious_weight_decay", "rest_optimizer")),
+    ("schedule", ("cosine",), ("cooldown_proportion",)),
+    ("schedule", ("wsd",), ("decay_proportion", "decay_shape")),
+)  # fmt: skip
 # What other programs call flags of ours that no likeness of letters would find.
 _OTHER_NAMES = {
     "num_epochs": "--max_epochs", "num_train_epochs": "--max_epochs", "epochs": "--max_epochs",
@@ -83,10 +91,10 @@ def _check_fractions(config: TrainingConfig) -> None:
                 f"--{name} is {value}; it must be between 0 and --hybrid_denominator ({config.hybrid_denominator}): "
                 "the ratio is a fraction of rows"
             )
-    for first, second in (("mask_random_p", "mask_keep_p"), ("warmup_proportion", "cooldown_proportion")):
-        total = getattr(config, first) + getattr(config, second)
-        if total > 1:
-            value = getattr(config, first)
+    end = "decay_proportion" if config.schedule == "wsd" else "cooldown_proportion"
+    for first, second in (("mask_random_p", "mask_keep_p"), ("warmup_proportion", end)):
+        value, other = getattr(config, first), getattr(config, second)
+        if isinstance(value, float) and isinstance(other, float) and (total := value + other) > 1:
             raise ConfigError(f"--{first} is {value!r}; with --{second} it adds up to {total:g}, above 1")
 
 
@@ -119,12 +127,14 @@ def _check_choices(config: TrainingConfig) -> None:
         raise ConfigError(
             f"--evaluate_every is {config.evaluate_every} but there is no --evaluate_data; name its minimal pairs"
         )
-    for name in ("matrix_learning_rate", "matrix_momentum", "cautious_weight_decay", "rest_optimizer"):
-        value = getattr(config, name)
-        if value != FIELDS[name].default and config.optimizer not in ("muon", "normuon"):
-            raise ConfigError(
-                f"--{name} is {value!r} but --optimizer is {config.optimizer!r}; it is for muon and normuon alone"
-            )
+    if config.weight_decay_end >= 0 and not config.weight_decay:
+        raise ConfigError(f"--weight_decay_end is {config.weight_decay_end:g} but --weight_decay is 0; begin above 0")
+    for flag, choices, names in _ONLY_WITH:
+        for name in names:
+            value = getattr(config, name)
+            if value != FIELDS[name].default and getattr(config, flag) not in choices:
+                chosen = f"--{flag} is {getattr(config, flag)!r}"
+                raise ConfigError(f"--{name} is {value!r} but {chosen}; it is for {' and '.join(choices)} alone")
     if config.checkpoint_filename and config.resume != "auto":
         raise ConfigError(
             f"--checkpoint_filename {config.checkpoint_filename!r} and --resume {config.resume!r} both say where to "
@@ -189,6 +199,11 @@ def _typed(name: str, value: Any, path: str) -> Any:
     elif kind is float:
         fits = isinstance(value, int | float) and not isinstance(value, bool)
         value = float(value) if fits else value
+    elif kind is length:
+        try:
+            value, fits = length(str(value)), not isinstance(value, bool)
+        except ValueError:
+            fits = False
     elif kind is amount:
         fits = isinstance(value, str | int | float) and not isinstance(value, bool)
         value = str(value) if fits else value

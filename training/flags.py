@@ -10,104 +10,37 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from data.flag_rules import (
     DECAY,
     FOLDER_NAME,
     FRACTION,
+    LENGTH,
     POSITIVE,
     REQUIRED,
     RISING,
     STEPS,
+    Later,
     Rule,
     amount,
-    amount_of,
     amounts_of,
     at_least,
     float_list,
     int_list,
+    length,
+    problem,
     text_list,
 )
+from data.flag_rules import budget as _budget
+from data.flag_rules import flag as _flag
 from training.errors import UserError
+from training.schedules import SCHEDULES
 
 
 class ConfigError(UserError):
     """A setting cannot be used; the message names the flag, its value and what would be right."""
-
-
-class Group(NamedTuple):
-    """A group of flags in the help. fixed: by default, its flags must not change when a run is resumed."""
-
-    title: str
-    fixed: bool
-
-
-GROUPS = {
-    "files": Group("files and folders", fixed=False),
-    "objective": Group("objectives and masking", fixed=True),
-    "batches": Group("batches and rows", fixed=True),
-    "optimization": Group("optimization", fixed=True),
-    "logs": Group("validation, checkpoints, logs", fixed=False),
-    "jobs": Group("SLURM jobs and ranks", fixed=False),
-    "hardware": Group("hardware", fixed=False),
-}
-
-
-# Rules of single flags
-
-
-def problem(name: str, spec: dataclasses.Field, value: Any) -> str:
-    """What a flag's own rules have against a value, as a sentence; "" where they hold."""
-    shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"--{name} is {shown!r}; it must be a finite number"
-    return next((f"--{name} is {shown!r}; {rule.text}" for rule in spec.metadata["rules"] if not rule.holds(value)), "")
-
-
-# Fields
-
-
-class Later(NamedTuple):
-    """A flag that there was not always."""
-
-    before: Any  # what runs did that began before there was such a flag
-    now: Any  # what new runs do where it is not given
-    note: str  # for those who resume a run from before; "" where it goes on as a new one would
-
-
-def _flag(
-    default: Any,
-    text: str,
-    group: str,
-    *rules: Rule,
-    choices: tuple[str, ...] | None = None,
-    kind: Callable[[str], Any] | None = None,
-    fixed: bool | None = None,
-    path: bool = False,
-    later: Later | None = None,
-) -> Any:
-    """A field that becomes a flag. kind: where the default does not show it. fixed: where the group does not."""
-    metadata = {
-        "help": text,
-        "group": group,
-        "rules": rules,
-        "choices": choices,
-        "kind": kind or type(default),
-        "fixed": GROUPS[group].fixed if fixed is None else fixed,
-        "path": path,
-        "later": later,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def _budget(unit: str, text: str) -> Any:
-    """A flag that gives the run's length in another unit than steps; what a resume compares is its --max_steps."""
-    return _flag("", text, "optimization", amount_of(unit), kind=amount, fixed=False)
 
 
 def _optimizer_names() -> tuple[str, ...]:
@@ -244,9 +177,25 @@ class Flags:
         fixed=False,
     )
     learning_rate: float = _flag(1e-2, "peak learning rate", "optimization", POSITIVE)
-    warmup_proportion: float = _flag(0.016, "fraction of steps with linear warm-up", "optimization", FRACTION)
-    cooldown_proportion: float = _flag(
-        0.016, "fraction of steps with linear decay to 0 at the end", "optimization", FRACTION
+    schedule: str = _flag(
+        "cosine",
+        "course of the learning rate: cosine to a tenth with --cooldown_proportion, as published; linear; polynomial, "
+        "its square; constant; wsd: constant, then --decay_proportion; one_cycle: cosines up and down",
+        "optimization",
+        choices=tuple(SCHEDULES),
+    )
+    warmup_proportion: float | str = _flag(
+        0.016, "part of the run with a rising rate: a fraction, steps (500), tokens (10Mt), words (1Mw) or epochs (1e)",
+        "optimization", LENGTH, kind=length,
+    )  # fmt: skip
+    cooldown_proportion: float | str = _flag(
+        0.016, "part of the run with linear decay to 0 at its end (cosine alone)", "optimization", LENGTH, kind=length
+    )
+    decay_proportion: float | str = _flag(
+        0.2, "part of the run with decay to 0 at its end (wsd alone)", "optimization", LENGTH, kind=length
+    )
+    decay_shape: str = _flag(
+        "linear", "of that decay; sqrt: 1 - sqrt(x), x from 0 to 1", "optimization", choices=("linear", "sqrt")
     )
     optimizer: str = _flag(
         "lamb",
@@ -272,6 +221,9 @@ class Flags:
         False, "muon and normuon: only entries that the update moves towards 0 decay", "optimization"
     )
     weight_decay: float = _flag(0.1, "decoupled weight decay of matrices and tables", "optimization", at_least(0))
+    weight_decay_end: float = _flag(
+        -1.0, "if not negative, weight decay moves linearly to it over the run", "optimization", at_least(-1)
+    )
     optimizer_beta1: float = _flag(0.9, "decay of the first moment", "optimization", DECAY)
     optimizer_beta2: float = _flag(0.98, "decay of the second moment", "optimization", DECAY)
     optimizer_eps: float = _flag(1e-8, "added to the denominator of the update", "optimization", POSITIVE)

@@ -18,7 +18,17 @@ from data.loader import BatchBuilder, Loader, ValidationSet
 from data.masking import MaskingOptions
 from data.objectives import OBJECTIVES
 from data.plan import DataPlan, resolve_split
-from data.positions import BehindTheEnd, Exposure, PositionError, checkpoint_name, parse_amounts, step_of, steps_for
+from data.positions import (
+    BehindTheEnd,
+    Exposure,
+    PositionError,
+    checkpoint_name,
+    length_in_steps,
+    parse_amounts,
+    parse_position,
+    step_of,
+    steps_for,
+)
 from data.ratio_schedule import RatioPoint, RatioSchedule, parse_schedule, ratio_for, resolve_schedule
 from data.shards import tokenizer_hash
 from data.special_tokens import SpecialTokens, read_special_tokens, tokenizer_file
@@ -27,7 +37,7 @@ from training.checkpoint import training_flags
 from training.config import LATER_FLAGS, ConfigError, TrainingConfig, later_flag
 from training.distributed import World
 from training.run_dir import RunView
-from training.schedules import due
+from training.schedules import OPEN_ENDED, due, steps_of
 
 _VOCABULARY_PADDING = 128  # a vocabulary rounded up to a multiple of this is no mistake
 
@@ -151,6 +161,7 @@ def make_plan(config: TrainingConfig, exposure: Exposure) -> DataPlan:
         milestones=config.length_milestones,
         seed=config.seed,
         hybrid_schedule=_ratio_schedule(config, exposure),
+        open_end=config.schedule in OPEN_ENDED,
     )
 
 
@@ -181,6 +192,26 @@ def _named_checkpoints(config: TrainingConfig, plan: DataPlan, corpus: Corpus) -
                 raise ConfigError(f"--save_{unit} {text}: {error}") from error
             found.setdefault(step, []).append(checkpoint_name(amount))
     return found
+
+
+def _with_lengths(config: TrainingConfig, plan: DataPlan, corpus: Corpus) -> TrainingConfig:
+    """`config` with the parts of its rate's schedule in steps where they are no fractions. Raises ConfigError."""
+    steps: dict[str, str] = {}
+    for name in ("warmup_proportion", "cooldown_proportion", "decay_proportion"):
+        if isinstance(value := getattr(config, name), str):
+            try:
+                at_end = name != "warmup_proportion"
+                found = length_in_steps(parse_position(value), plan.schedule, corpus.exposure, at_end)
+            except PositionError as error:
+                raise ConfigError(f"--{name} is {value}; {error}") from error
+            steps[name] = str(found)
+    config = dataclasses.replace(config, **steps)
+    end = {"cosine": "cooldown_proportion", "wsd": "decay_proportion"}.get(config.schedule)
+    lengths = {name: steps_of(getattr(config, name), plan.max_steps) for name in ("warmup_proportion", end) if name}
+    if sum(lengths.values()) > plan.max_steps:
+        words = " and ".join(f"--{name} is {length:,} steps" for name, length in lengths.items())
+        raise ConfigError(f"{words} of a run of {plan.max_steps:,}; together they must not be longer than it")
+    return config
 
 
 def _with_later_flags(config: TrainingConfig) -> TrainingConfig:
@@ -233,6 +264,7 @@ def read_inputs(config: TrainingConfig) -> Inputs:
         _refuse_shared(config, corpus, valid)
     config = _with_steps(config, corpus)
     plan = make_plan(config, corpus.exposure)
+    config = _with_lengths(config, plan, corpus)
     if plan.smallest_batch < 1:
         raise ConfigError(
             f"--global_batch_size is {config.global_batch_size}, which leaves a step without rows once "

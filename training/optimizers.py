@@ -270,6 +270,13 @@ def make_optimizer(
     return kind.make(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **further)
 
 
+def set_rates(optimizer: torch.optim.Optimizer, rate: float, decay_factor: float = 1.0) -> None:
+    """Give all groups a step's learning rate, times their "rate_factor", and so many times their first weight decay."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("rate_factor", 1.0)
+        group["weight_decay"] = group.setdefault("first_decay", group["weight_decay"]) * decay_factor
+
+
 def takes_over(new: str, old: str) -> bool:
     """Whether the optimizer `new` can start from the state of `old`."""
     kinds = [OPTIMIZERS.get(name) for name in (new, old)]

@@ -27,7 +27,7 @@ from training.checkpoint import (
     set_aside,
     write_checkpoint,
 )
-from training.config import LATER_FLAGS, ConfigError, TrainingConfig, differences
+from training.config import FIELDS, LATER_FLAGS, ConfigError, TrainingConfig, differences
 from training.distributed import World, on_main
 from training.environment import Environment
 from training.errors import NonFiniteError
@@ -37,6 +37,7 @@ from training.optimizers import named_state, takes_over
 from training.preemption import register_attempt
 from training.rank_checks import check_ranks
 from training.run_dir import RunFolder, RunView, origin, versions
+from training.schedules import OPEN_ENDED
 from training.state import TrainState
 from training.status import (
     ABANDONED,
@@ -225,11 +226,23 @@ def _check_fit(checkpoint: Checkpoint, inputs: Inputs, same_run: bool) -> list[s
         return []
     if _saved_data(checkpoint, inputs) != checkpoint.record["data"]:
         changed.append(f"--train_path {inputs.config.train_path!r} holds other data")
+    elif _row_order(checkpoint.record["flags"]) != _row_order(inputs.config.to_dict()):
+        changed.append("rows come in another order from here on, and some of this epoch's may come again")
     new = inputs.config.optimizer
     if (old := checkpoint.record["flags"].get("optimizer", new)) != new:
         kept = "from the moments of the old one, which it scales otherwise" if takes_over(new, old) else "without state"
         changed.append(f"the new optimizer starts {kept}")
     return changed
+
+
+def _row_order(flags: dict[str, Any]) -> list[Any]:
+    """What the order of rows depends on: that of a run whose plan does not move need not depend on its length."""
+    flags = {name: flags.get(name, spec.default) for name, spec in FIELDS.items()}
+    names = ("seq_length", "global_batch_size", "hybrid_numerator", "hybrid_denominator", "seed", "document_end")
+    moving = {"batch_reduction": 1, "length_milestones": [], "hybrid_numerator_end": -1, "hybrid_schedule": ""}
+    moves = [flags.get(name, still) for name, still in moving.items()]
+    depends = moves != list(moving.values()) or flags["schedule"] not in OPEN_ENDED
+    return [*(flags[name] for name in names), *moves, flags["max_steps"] if depends else None]
 
 
 def _saved_data(checkpoint: Checkpoint, inputs: Inputs) -> str:

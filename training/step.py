@@ -27,8 +27,9 @@ from training.config import TrainingConfig
 from training.distributed import World
 from training.errors import NonFiniteError
 from training.loss import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
+from training.optimizers import set_rates
 from training.rank_checks import DivergenceError, RankCheck, begin_check
-from training.schedules import average_decay, learning_rate
+from training.schedules import average_decay, decay_factor, learning_rate
 from training.state import TrainState
 from training.summary import flops_per_token, peak_flops
 
@@ -69,10 +70,10 @@ def train_step(
     wants_norms = config.log_stats_every and done % config.log_stats_every == 0
     extra = norms_by_role(state.model) if wants_norms else {}
     rate = learning_rate(
-        step, config.max_steps, config.learning_rate, config.warmup_proportion, config.cooldown_proportion
-    )
-    for group in state.optimizer.param_groups:
-        group["lr"] = rate * group.get("rate_factor", 1.0)
+        step, config.max_steps, config.learning_rate, config.warmup_proportion, config.cooldown_proportion,
+        config.schedule, config.decay_proportion, config.decay_shape,
+    )  # fmt: skip
+    set_rates(state.optimizer, rate, decay_factor(step, config.max_steps, config.weight_decay, config.weight_decay_end))
     state.ema.decay = average_decay(done, config.ema_decay, bool(config.ema_warmup))
     grad_norm = state.optimizer_step()
     state.gradients.zero()

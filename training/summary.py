@@ -25,6 +25,7 @@ from training.distributed import World
 from training.forward_backward import graph_obstacle
 from training.inputs import Inputs
 from training.run_dir import origin
+from training.schedules import steps_of
 
 # Dense bf16 matrix rates in FLOP/s of what a rank has, from the vendors' data sheets, by what the device's name
 # contains; the longest name that fits counts. A card of the MI250 kind is two devices, each with half of its rate.
@@ -133,12 +134,16 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
     reads = [f"{count:.2f}{' epochs' * (not number)} {OBJECTIVES[number].name}" for number, count in enumerate(epochs)]
     last = config.max_steps - 1
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    milestones = [f"warm-up to step {int(config.max_steps * config.warmup_proportion)}"]
+    milestones = [f"{config.schedule}, warm-up to step {steps_of(config.warmup_proportion, config.max_steps)}"]
     for milestone in config.length_milestones:
         step = next((s for s in range(config.max_steps) if (s + 1) / config.max_steps >= milestone), None)
         if step is not None:
             milestones.append(f"rows of {plan.step(step).seq_length} from step {step}")
-    milestones.append(f"cool-down from step {config.max_steps - int(config.max_steps * config.cooldown_proportion)}")
+    if config.schedule == "cosine":
+        milestones.append(f"cool-down from step {last + 1 - steps_of(config.cooldown_proportion, last + 1)}")
+    if config.schedule == "wsd":
+        decay = last + 1 - steps_of(config.decay_proportion, last + 1)
+        milestones.append(f"{config.decay_shape} decay from step {decay}")
     others = "".join(f"{each.rows} {each.name}, of the others " for each in OBJECTIVES if each.rows)
     missing = missing_kernels(config, model, world.device)
     absent = {name for name, reason in missing.items() if reason}

@@ -1,0 +1,156 @@
+"""The learning rate's schedules beside their formulas, their parts in any unit, and WSD runs that go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from helpers.tiny_runs import flags, make_inputs, run, training_lines
+
+from data.batch_schedule import BatchSchedule
+from data.plan import DataPlan
+from data.positions import Exposure, PositionError, length_in_steps, parse_position
+from training.config import ConfigError, TrainingConfig, parse_config
+from training.inputs import read_inputs
+from training.schedules import SCHEDULES, decay_factor, learning_rate
+
+NEEDED = TrainingConfig(train_path="a", config_file="b", tokenizer_path="c", name="d")
+
+
+def rates(schedule: str, **options) -> list[float]:
+    values = {"warmup_proportion": 0.1, "cooldown_proportion": 0.2, "decay_proportion": 0.25} | options
+    return [learning_rate(step, 40, 2.0, schedule=schedule, **values) for step in range(41)]
+
+
+def test_schedules_are_their_formulas():
+    x = [(step - 4) / 36 for step in range(4, 40)]
+    shapes = {
+        "linear": [1 - each for each in x],
+        "polynomial": [(1 - each) ** 2 for each in x],
+        "constant": [1.0] * 36,
+        "wsd": [1.0] * 26 + [1 - k / 10 for k in range(10)],
+        "one_cycle": [(1 + math.cos(math.pi * each)) / 2 for each in x],
+    }
+    assert shapes.keys() | {"cosine"} == SCHEDULES.keys()
+    for name, shape in shapes.items():
+        found = rates(name)
+        rise = [0, 0.25, 0.5, 0.75]
+        if name == "one_cycle":
+            rise = [0.04 + 0.96 * (1 - math.cos(math.pi * part)) / 2 for part in rise]
+        assert found == pytest.approx([*(2 * each for each in [*rise, *shape]), 0]), name
+    root = [2 * (1 - math.sqrt(k / 10)) for k in range(10)]
+    assert rates("wsd", decay_shape="sqrt")[30:] == pytest.approx([*root, 0])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_without_warm_up_or_with_nothing_else(name: str):
+    assert rates(name, warmup_proportion=0.0)[0] == 2.0
+    assert max(rates(name, warmup_proportion=1.0)[:40]) < 2.0
+    assert rates(name, warmup_proportion="4", cooldown_proportion="8", decay_proportion="10") == rates(name)
+
+
+def test_weight_decay_moves_linearly():
+    assert [0.4 * decay_factor(step, 4, 0.4, 0.1) for step in range(4)] == pytest.approx([0.4, 0.325, 0.25, 0.175])
+    assert decay_factor(3, 4, 0.4, -1.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "at_end", "steps"),
+    [("3", True, 3), ("0.25", True, 3), ("50%", False, 5), ("100t", False, 10), ("101t", False, 11), ("101t", True, 11),
+     ("100t", True, 10), ("1w", True, 1), ("0.5e", False, 5)],
+)  # fmt: skip
+def test_lengths_in_any_unit(text: str, at_end: bool, steps: int):
+    schedule = BatchSchedule(10 if text.endswith(("5", "%")) else 40, 5, 2, 1.0, ())  # 10 tokens a step
+    exposure = Exposure(100, None if text != "1w" else 1)  # type: ignore[arg-type]
+    assert length_in_steps(parse_position(text), schedule, exposure, at_end) == steps
+
+
+def test_the_end_of_a_growing_batch_is_counted_from_the_end():
+    schedule = BatchSchedule(8, 4, 16, 4.0, ())
+    tokens = np.diff(schedule.token_sums)
+    assert tokens[-1] > tokens[0]
+    amount = parse_position(f"{tokens[-2:].sum()}t")
+    assert length_in_steps(amount, schedule, Exposure(100, None), at_end=True) == 2
+    assert length_in_steps(amount, schedule, Exposure(100, None), at_end=False) > 2
+    with pytest.raises(PositionError, match=r"5kt is more than the run, which has \d+ tokens"):
+        length_in_steps(parse_position("5kt"), schedule, Exposure(100, None), at_end=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"schedule": "wsd", "warmup_proportion": 0.9}, "--warmup_proportion is 0.9; with --decay_proportion it adds"),
+        ({"schedule": "linear", "cooldown_proportion": 0.1}, "--cooldown_proportion is 0.1 but --schedule is 'linear'"),
+        ({"decay_shape": "sqrt"}, "--decay_shape is 'sqrt' but --schedule is 'cosine'; it is for wsd alone"),
+        ({"warmup_proportion": 1.5}, "--warmup_proportion is 1.5; it must be a fraction between 0 and 1, or steps"),
+        ({"weight_decay": 0.0, "weight_decay_end": 0.1}, "--weight_decay_end is 0.1 but --weight_decay is 0"),
+        ({"matrix_learning_rate": 0.1}, "--matrix_learning_rate is 0.1 but --optimizer is 'lamb'; it is for muon and"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(values: dict, sentence: str):
+    with pytest.raises(ConfigError) as refused:
+        dataclasses.replace(NEEDED, **values)
+    assert sentence in str(refused.value)
+
+
+def test_parts_of_the_run_in_tokens_become_steps(tmp_path):
+    inputs = make_inputs(tmp_path / "inputs")
+    sizes = {"schedule": "wsd", "batch_reduction": 1, "length_milestones": "", "max_steps": 30}
+
+    def config(**options) -> TrainingConfig:
+        return parse_config(flags(inputs, tmp_path, **sizes, **options), "")
+
+    found = read_inputs(config(warmup_proportion="2048t", decay_proportion="5")).config  # 1,024 tokens a step
+    assert (found.warmup_proportion, found.decay_proportion) == ("2", "5")
+    for name, value, sentence in (
+        ("decay_proportion", "28", "--warmup_proportion is 3 steps and --decay_proportion is 28 steps of a run of 30"),
+        ("decay_proportion", "1Mt", "--decay_proportion is 1Mt; 1Mt is more than the run, which has 30,720 tokens"),
+        ("warmup_proportion", "31", "--warmup_proportion is 31; 31 lies behind the end of the run"),
+        ("decay_proportion", "5w", "--decay_proportion is 5w; words are not known"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            read_inputs(config(**{name: value}))
+    with pytest.raises(SystemExit):
+        config(warmup_proportion="soon")
+
+
+def test_with_an_open_end_the_order_of_rows_does_not_depend_on_the_length():
+    short, long = (DataPlan(steps, 8, 16, 1.0, 1, 2, milestones=(), open_end=True) for steps in (20, 30))
+    for objective in (0, 1):
+        assert short.spans(objective) == long.spans(objective)
+    assert [short.step(step).position for step in range(20)] == [long.step(step).position for step in range(20)]
+    assert DataPlan(20, 8, 16).spans(0)[-1][1] == DataPlan(20, 8, 16).objective_tokens(0)
+
+
+@pytest.mark.slow
+def test_a_wsd_run_goes_on_as_the_longer_one_that_it_was_not(tmp_path):
+    """Annealed, and extended from before its decay; the branch says what comes again where the rows' order changes."""
+    inputs = make_inputs(tmp_path / "inputs", documents=60)  # several epochs
+    still = {"batch_reduction": 1, "length_milestones": "", "mask_p_start": 0.2, "mask_p_end": 0.2}
+    still |= {
+        "schedule": "wsd",
+        "warmup_proportion": "3",
+        "save_every": 8,
+        "validate_every": 0,
+        "data_fingerprint": True,
+    }
+
+    def lines(name: str, **options) -> tuple[list[dict], str]:
+        done = run(flags(inputs, tmp_path, name, **still | options))
+        found = training_lines(tmp_path / name)
+        keys = ("step", "data/fingerprint", "train/loss", "stats/learning_rate")
+        return [{key: line[key] for key in keys} for line in found], done.stdout
+
+    first, _ = lines("first", max_steps=12, decay_proportion="4")
+    long, _ = lines("long", max_steps=20, decay_proportion="4")
+    assert first[:8] == long[:8]
+    assert [line["data/fingerprint"] for line in first] == [line["data/fingerprint"] for line in long[:12]]
+    checkpoint = tmp_path / "first" / "checkpoints" / "step_00000008"
+    extended, said = lines("extended", max_steps=20, decay_proportion="4", resume=checkpoint)
+    assert extended == long[8:]
+    assert "--max_steps was 12 and is now 20" in said
+    assert "another order" not in said
+    _, said = lines("other", max_steps=20, decay_proportion="4", resume=checkpoint, batch_reduction=2)
+    assert "rows come in another order from here on" in said
