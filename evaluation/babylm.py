@@ -104,7 +104,7 @@ def evaluate(options: argparse.Namespace) -> None:
             "model": str(path),
             "revision": name[1],
             "weights": "ema" if options.ema else "trained",
-            "document_end": model.special.eos is not None,
+            "document_end": model.document_end,
             "datasets": {each.name: summarise(each, suite, scores) for each in suite.datasets},
         }
         print("\n".join(table(f"{'/'.join(name)}", found["datasets"], modes)), flush=True)

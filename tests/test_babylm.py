@@ -277,7 +277,7 @@ def test_choices_without_a_token_and_beyond_the_positions_are_said(tmp_path, cap
     assert choices.counts.tolist() == [0, 0, 1, 1]
     model = tiny_model(tokenizer.get_vocab_size())
     loaded = LoadedModel(model, tokenizer, torch.device("cpu"))
-    scoring = ScoringModel(loaded, special, WORLD, False, BatchShape(2, 64))
+    scoring = ScoringModel(loaded, special, WORLD, False, BatchShape(2, 64), False)
     for mode, found in score(scoring, Suite((dataset,), {}), MODES).items():
         assert (found["comps"] == 0).tolist() == [[True, True], [False, False]], mode
     said = capsys.readouterr().err.splitlines()
