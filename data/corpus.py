@@ -13,7 +13,7 @@ import numpy as np
 from data.atomic_io import allow_open_files
 from data.documents import Documents
 from data.epochs import Epochs, Stage
-from data.mix import CorpusError, Source, read_mix
+from data.mix import CorpusError, MixStage, Source, plain_mix, read_mix
 from data.positions import Exposure
 from data.shard_paths import find_shards
 from data.shards import Shard, ShardError, open_shard
@@ -31,21 +31,15 @@ class Corpus(Documents):
 
     def __init__(self, path: str | Path, *, tokenizer_hash: str | None, bos_id: int, eos_id: int | None, seed: int = 0):
         as_path = Path(path)
-        parts = read_mix(as_path) if as_path.suffix == ".json" and as_path.is_file() else [(str(path), 1.0)]
+        is_mix = as_path.suffix == ".json" and as_path.is_file()
+        self.mix = read_mix(as_path) if is_mix else plain_mix(str(path))
         shards: list[Shard] = []
-        self.sources: list[Source] = []
-        for part, repeat in parts:
-            found = [
-                open_shard(file, tokenizer_hash, sha, scattered=True, words=words)
-                for file, sha, words in find_shards(part)
-            ]
-            count = sum(shard.num_documents for shard in found)
-            if not any(shard.num_tokens for shard in found):
-                what = "tokens, its documents are empty" if count else "documents"
-                raise CorpusError(f"{part}: holds no {what}; check the input of preprocessing/tokenize_corpus.py")
-            known = all(shard.words for shard in found if shard.num_tokens)
-            first = sum(shard.num_documents for shard in shards)
-            self.sources.append(Source(part, repeat, first, count, words=known * sum(shard.words for shard in found)))
+        counts: list[int] = []
+        words: list[int] = []
+        for source in self.mix.sources:
+            found = _open_source(source.path, tokenizer_hash)
+            counts.append(sum(shard.num_documents for shard in found))
+            words.append(sum(s.words for s in found) if all(s.words for s in found if s.num_tokens) else 0)
             shards += found
         _refuse_twice(path, shards)
         if not allow_open_files(len(shards)):  # a mapped file keeps a descriptor
@@ -58,14 +52,39 @@ class Corpus(Documents):
             raise CorpusError(
                 f"{path}: its shards were made with {len(hashes)} different tokenizers; tokenise them again"
             )
-        super().__init__(shards, [source.num_documents for source in self.sources], bos_id, eos_id, seed)
-        stage = Stage(0, tuple(source.exact_repeat for source in self.sources))
-        self.epochs = Epochs(self, [stage], [source.sampled for source in self.sources])
+        super().__init__(shards, counts, bos_id, eos_id, seed)
+        # How often an epoch of each stage uses each source.
+        self.stage_repeats = [self._repeats(stage) for stage in self.mix.stages]
+        self.sources = [
+            Source(
+                source.path,
+                float(next(repeats[number] for repeats in self.stage_repeats if repeats[number])),
+                int(self.first_documents[number]),
+                counts[number],
+                words[number],
+                source.name,
+                source.max_repeats,
+            )
+            for number, source in enumerate(self.mix.sources)
+        ]
+        self.epochs = Epochs(self, [Stage(0, self.stage_repeats[0])], self.keyed)
+
+    def _repeats(self, stage: MixStage) -> tuple[Fraction, ...]:
+        """How often an epoch of a stage uses each source, 0 for those that it does not have."""
+        numbers = {source.path: number for number, source in enumerate(self.mix.sources)}
+        of_stage = [numbers[source.path] for source in stage.sources]
+        found = dict(zip(of_stage, stage.repeats([self.source_tokens[n] for n in of_stage]), strict=True))
+        return tuple(found.get(number, Fraction(0)) for number in range(len(numbers)))
+
+    @property
+    def keyed(self) -> list[bool]:
+        """Of each source, whether documents are used in a keyed order; or as stored, where epochs are whole passes."""
+        return [self.mix.planned or repeat.denominator > 1 for repeat in self.stage_repeats[0]]
 
     @property
     def sampled(self) -> bool:
-        """Whether a source is used a fractional number of times per epoch."""
-        return any(source.sampled for source in self.sources)
+        """Whether epochs hold samples of a source."""
+        return any(self.keyed)
 
     def tokens_before_epoch(self, epoch: int) -> int:
         """Tokens, special ones included, that a stream has delivered when `epoch` (from 0) begins."""
@@ -79,9 +98,9 @@ class Corpus(Documents):
     def exposure(self) -> Exposure:
         """How tokens of its streams are counted in epochs and words; sources count as often as they are repeated."""
         words = tokens = Fraction(0)
-        for source, count in zip(self.sources, self.source_tokens, strict=True):
-            words += source.exact_repeat * source.words
-            tokens += source.exact_repeat * count
+        for source, repeat, count in zip(self.sources, self.stage_repeats[0], self.source_tokens, strict=True):
+            words += repeat * source.words
+            tokens += repeat * count
         unknown = next((source.path for source in self.sources if not source.words), "")
         return Exposure(self.tokens_before_epoch(1), None if unknown else words / tokens, unknown)
 
@@ -94,6 +113,10 @@ class Corpus(Documents):
         content: dict[str, object] = {"bos": self.bos_id, "eos": self.eos_id, "order": self._order}
         content["sources"] = [(source.num_documents, source.repeat) for source in self.sources]
         content["shards"] = [(shard.num_documents, shard.tokenizer_hash, shard.content_hash) for shard in self.shards]
+        if self.mix.planned:
+            stages = zip(self.mix.stages, self.stage_repeats, strict=True)
+            content["stages"] = [(str(stage.begin), [str(repeat) for repeat in repeats]) for stage, repeats in stages]
+            content["max_repeats"] = [source.max_repeats for source in self.sources]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def first_identity(self) -> str:
@@ -109,6 +132,16 @@ class Corpus(Documents):
             digest.update(np.ascontiguousarray(shard.tokens[-4096:]).tobytes())
             shard.drop_cache()
         return digest.hexdigest()
+
+
+def _open_source(path: str, tokenizer_hash: str | None) -> list[Shard]:
+    """The shards of a source. Raises CorpusError where they hold nothing."""
+    found = find_shards(path)
+    shards = [open_shard(file, tokenizer_hash, sha, scattered=True, words=words) for file, sha, words in found]
+    if not any(shard.num_tokens for shard in shards):
+        what = "tokens, its documents are empty" if any(shard.num_documents for shard in shards) else "documents"
+        raise CorpusError(f"{path}: holds no {what}; check the input of preprocessing/tokenize_corpus.py")
+    return shards
 
 
 def _refuse_twice(path: str | Path, shards: list[Shard]) -> None:

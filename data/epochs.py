@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil
@@ -36,6 +36,7 @@ class _Part:
     """Epochs of one stage. used: documents of each walk before. rates: documents an epoch of each source.
 
     length: epochs until the stage ends, exact; of an epoch that it cuts, the part holds so much of each source.
+    limits: documents of each walk that must not be passed, None: any number.
     """
 
     begin: int
@@ -43,6 +44,7 @@ class _Part:
     used: tuple[int, ...]
     rates: tuple[Fraction, ...]
     length: Fraction | None
+    limits: tuple[int, ...] | None = None
 
     def uses_after(self, epochs: Fraction | int) -> tuple[int, ...]:
         """Documents of each walk used after so many epochs of this part: rate x epochs, rounded half up."""
@@ -50,36 +52,46 @@ class _Part:
             epochs = min(epochs, self.length)
         # An epoch of less than half a document: rounded up, so that the first one holds some.
         up = sum(int(rate + Fraction(1, 2)) for rate in self.rates) == 0
-        return tuple(
+        uses = [
             used + (ceil(rate * epochs) if up else int(rate * epochs + Fraction(1, 2)))
             for used, rate in zip(self.used, self.rates, strict=True)
-        )
+        ]
+        return tuple(uses if self.limits is None else map(min, uses, self.limits))
 
 
 class Epochs:
     """The epochs of a stream, numbered through all stages."""
 
-    def __init__(self, documents: Documents, stages: Sequence[Stage], keyed: Sequence[bool], end: int | None = None):
+    def __init__(
+        self,
+        documents: Documents,
+        stages: Sequence[Stage],
+        keyed: Sequence[bool],
+        end: int | None = None,
+        limits: tuple[int, ...] | None = None,
+        used: tuple[int, ...] | None = None,
+    ):
         """stages: the first begins at 0. keyed: whether a source's walk is in a keyed order, or else as stored.
 
         end: where the run ends, in tokens; behind it, the last stage goes on. What a stage reads of a source, to its
         end, is a contiguous part of the walk, so that no document is ahead of another by more than one use. None: the
         only stage has no end; its epochs are whole.
+        limits: documents of each walk that are not passed before `end`. Raises ValueError where they are too few.
+        used: documents of each walk before the first stage, 0 where left out.
         """
         self._documents = documents
         self._keyed = np.array(keyed)
         self._tokens_walked = lru_cache(maxsize=1 << 14)(documents.walked_tokens)
         self._parts: list[_Part] = []
-        epoch, used = 0, (0,) * len(keyed)
-        stops = [*(stage.begin for stage in stages[1:]), end]
-        for stage, stop in zip(stages, stops, strict=True):
+        epoch, used = 0, used or (0,) * len(keyed)
+        for stage, stop in zip(stages, [*(stage.begin for stage in stages[1:]), end], strict=True):
             rates = tuple(r * int(n) for r, n in zip(stage.repeats, documents.counts, strict=True))
-            part = _Part(stage.begin, epoch, used, rates, None)
+            part = _Part(stage.begin, epoch, used, rates, None, None if stop is None else limits)
             if stop is not None and stop > stage.begin:
-                part = _Part(stage.begin, epoch, used, rates, self._length(part, stop - stage.begin))
+                part = replace(part, length=self._length(part, stop - stage.begin))
                 assert part.length is not None
                 epoch, used = epoch + ceil(part.length), part.uses_after(part.length)
-            if stop is None or stop > stage.begin:
+            if stop is None or stop > stage.begin:  # a stage without steps leaves nothing behind
                 self._parts.append(part)
             if stop is not None and stage is stages[-1]:
                 self._parts.append(_Part(stop, epoch, used, rates, None))
@@ -95,7 +107,11 @@ class Epochs:
     def _length(self, part: _Part, tokens: int) -> Fraction:
         """The smallest number of epochs of an endless part with so many tokens, to a document of each source."""
         low, high = 0, 1
-        while self._tokens(part, high) < tokens:
+        while (found := self._tokens(part, high)) < tokens:
+            if part.limits is not None and part.uses_after(high) == tuple(
+                limit if rate else used for limit, rate, used in zip(part.limits, part.rates, part.used, strict=True)
+            ):
+                raise ValueError(f"{found:,} of {tokens:,} tokens")
             low, high = high, 2 * high
         pieces = 1 << (4 * (int(sum(part.rates)) + 1)).bit_length()  # of an epoch
         low, high = low * pieces, high * pieces  # fewer than `tokens` at low, or none
@@ -130,6 +146,10 @@ class Epochs:
             middle = (low + high) // 2
             low, high = (middle, high) if self.tokens_before_epoch(middle) <= position else (low, middle)
         return low
+
+    def uses_at_end(self) -> tuple[int, ...]:
+        """Documents of each walk used when the run ends."""
+        return self._parts[-1].used
 
     def documents_in(self, epoch: int) -> int:
         """Documents in an epoch, repeats counted."""

@@ -19,6 +19,7 @@ import torch
 from data.corpus import Corpus
 from data.documents import stop_event
 from data.masking import PADDING, MaskingOptions, ModelInputs, build_inputs, row_counts
+from data.mix_plan import MixPlan
 from data.objectives import MASKING, OBJECTIVES
 from data.plan import DataPlan, RowRange, StepPlan, rows_of_rank
 from data.row_shuffle import RowShuffle
@@ -134,8 +135,10 @@ class BatchBuilder:
     def __init__(self, corpus: Corpus, plan: DataPlan, options: MaskingOptions):
         self.corpus, self.plan, self.options = corpus, plan, options
         keys = [plan.stream_key(objective) for objective in range(len(OBJECTIVES))]
-        self._streams = [TokenStream(corpus, key) for key in keys]
-        self._orders = [RowShuffle(corpus, key, plan.spans(objective)) for objective, key in enumerate(keys)]
+        self.mix = MixPlan(corpus, plan)
+        epochs = self.mix.epochs
+        self._streams = [TokenStream(corpus, key, of) for key, of in zip(keys, epochs, strict=True)]
+        self._orders = [RowShuffle(epochs[n], key, plan.spans(n)) for n, key in enumerate(keys)]
 
     def rows(self, step: StepPlan, wanted: RowRange) -> RowBatch:
         """The rows of one objective."""

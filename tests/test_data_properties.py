@@ -5,12 +5,16 @@ FUZZ_EXAMPLES=10000 pytest tests/test_data_properties.py looks at so many instea
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -39,6 +43,7 @@ class Case:
     plan: DataPlan
     even: bool
     row_start: bool
+    mix: dict[str, Any] | None  # of a mix file
 
     @property
     def options(self) -> MaskingOptions:
@@ -49,7 +54,27 @@ class Case:
         documents = np.split(np.arange(sum(self.lengths)) + FIRST, np.cumsum(self.lengths)[:-1])
         for name, part in (("a", documents[: self.first_shard]), ("b", documents[self.first_shard :])):
             write_shard(folder / f"{name}.shard", part, "ab" * 32, self.options.vocab_size)
-        return Corpus(str(folder / "*.shard"), tokenizer_hash=None, bos_id=BOS, eos_id=self.eos)
+        path = folder / "*.shard"
+        if self.mix is not None:
+            path = folder / "mix.json"
+            path.write_text(json.dumps(self.mix))
+        return Corpus(str(path), tokenizer_hash=None, bos_id=BOS, eos_id=self.eos)
+
+
+def draw_mix(draw: st.DrawFn, max_steps: int) -> dict[str, Any]:
+    """A mix of both shards, by weight or temperature, perhaps in stages, perhaps with a limit that is never reached."""
+
+    def stage() -> dict[str, Any]:
+        paths = draw(st.sampled_from([["a"], ["b"], ["a", "b"]]))
+        sources: list[dict[str, Any]] = [{"path": f"{name}.shard"} for name in paths]
+        key = draw(st.sampled_from(["weight", "repeat", "temperature"]))
+        if key == "temperature":
+            return {"sources": sources, key: draw(st.sampled_from([1, 3.5]))}
+        return {"sources": [{**source, key: draw(st.sampled_from([0.3, 1, 7]))} for source in sources]}
+
+    begins = sorted(draw(st.sets(st.integers(1, max_steps - 1), max_size=2))) if max_steps > 1 else []
+    stages = [{"from": begin, **stage()} for begin in (0, *begins)]
+    return {"stages": stages, "max_repeats": draw(st.sampled_from([1e8, None]))}
 
 
 @st.composite
@@ -72,14 +97,18 @@ def cases(draw: st.DrawFn) -> Case:
         seed=draw(st.integers(0, 9)),
     )
     assume(plan.smallest_batch >= 1)
+    first_shard, mix = draw(st.integers(0, len(lengths))), None
+    if any(lengths[:first_shard]) and any(lengths[first_shard:]) and draw(st.booleans()):
+        mix = draw_mix(draw, plan.max_steps)
     return Case(
         lengths,
-        draw(st.integers(0, len(lengths))),
+        first_shard,
         draw(st.sampled_from([2, None])),
         draw(st.booleans()),
         plan,
         draw(st.booleans()),
         draw(st.booleans()),
+        mix,
     )
 
 
@@ -149,17 +178,38 @@ def test_rows_cover_the_streams_and_epochs_the_corpus(tmp_path_factory, case):
         for step in map(plan.step, range(plan.max_steps)):
             positions = builder._orders[objective].positions(step.position[objective], step.objective_rows[objective])
             seen += [(int(position), step.seq_length) for position in positions]
-        epochs = [corpus.epoch_of(position) for position, _ in seen]
+        epochs = [builder.mix.epochs[objective].epoch_of(position) for position, _ in seen]
         assert epochs == sorted(epochs)
         end = 0
         for position, length in sorted(seen):  # without gaps, without overlaps
             assert position == end
             end = position + length
+        if case.mix is not None:
+            continue
         for epoch in range(2):
             begin, end = (corpus.tokens_before_epoch(epoch + i) for i in (0, 1))
             tokens = builder._streams[objective].read(begin, end - begin)[0]
             stored = np.sort(tokens[tokens >= FIRST])
             np.testing.assert_array_equal(stored, np.arange(sum(case.lengths)) + FIRST)
+
+
+@fuzz
+@given(cases().filter(lambda case: case.mix is not None))
+def test_mix_uses_no_document_ahead_of_others_and_stages_their_sources(tmp_path_factory, case):
+    corpus, plan = case.open(tmp_path_factory.mktemp("mixes")), case.plan
+    builder = BatchBuilder(corpus, plan, case.options)
+    uses, split = np.zeros(sum(case.lengths) + FIRST, np.int64), sum(case.lengths[: case.first_shard])
+    for (begin, end), repeats in zip(pairwise(builder.mix.steps), corpus.stage_repeats, strict=True):
+        for objective, epochs in enumerate(builder.mix.epochs):
+            first, last = (plan.objective_tokens_before(step)[objective] for step in (begin, end))
+            tokens = builder._streams[objective].read(first, last - first)[0] if last > first else np.empty(0, int)
+            np.add.at(uses, tokens[tokens >= FIRST], 1)
+            assert epochs.source_tokens(last).sum() == pytest.approx(last)
+            used = {"ab"[int(token - FIRST >= split)] for token in tokens if token >= FIRST}
+            assert used <= {corpus.sources[n].name for n, repeat in enumerate(repeats) if repeat}
+    for source, used in zip(corpus.sources, builder.mix.epochs[-1].uses_at_end(), strict=True):
+        part = uses[FIRST:][:split] if source.name == "a" else uses[FIRST:][split:]
+        assert part.max() <= -(-used // source.num_documents)
 
 
 @fuzz

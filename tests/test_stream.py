@@ -315,7 +315,7 @@ def test_shards_taken_twice_are_refused(tmp_path):
         ("[]", "sources"),
         ('{"sources": [{"repeat": 1}]}', "path"),
         ('{"sources": [{"path": "x", "repeat": 0}]}', "repeat"),
-        ('{"sources": [{"path": "x", "weight": 2}]}', "weight"),
+        ('{"sources": [{"path": "x", "weight": -2}]}', "weight"),
     ],
 )
 def test_a_bad_mix_file_is_one_sentence(tmp_path, content, says):

@@ -126,12 +126,19 @@ def _ratio(inputs: Inputs) -> str:
     return f"{config.hybrid_numerator}/{config.hybrid_denominator}{last}"
 
 
-def describe(inputs: Inputs, world: World, split: str, parameters: int, start_step: int, pairs: str = "") -> str:
-    """The start-up block. pairs: what --evaluate_data holds, in words."""
-    config, plan, corpus, model = inputs.config, inputs.plan, inputs.corpus, inputs.model_config
+def _data_lines(inputs: Inputs) -> str:
+    """Size of the corpus, how much of it is read, and what of a mix is real."""
+    plan, corpus = inputs.plan, inputs.corpus
     epoch_tokens = corpus.tokens_before_epoch(1)
     epochs = [plan.objective_tokens(number) / epoch_tokens for number in range(len(OBJECTIVES))]
     reads = [f"{count:.2f}{' epochs' * (not number)} {OBJECTIVES[number].name}" for number, count in enumerate(epochs)]
+    size = f"{corpus.num_documents:,} documents, {epoch_tokens:,} tokens an epoch"
+    return ("\n" + " " * 16).join([f"{size}; this run reads {' and '.join(reads)}", *inputs.builder.mix.lines()])
+
+
+def describe(inputs: Inputs, world: World, split: str, parameters: int, start_step: int, pairs: str = "") -> str:
+    """The start-up block. pairs: what --evaluate_data holds, in words."""
+    config, plan, model = inputs.config, inputs.plan, inputs.model_config
     last = config.max_steps - 1
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     milestones = [f"{config.schedule}, warm-up to step {steps_of(config.warmup_proportion, config.max_steps)}"]
@@ -159,8 +166,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
         "model": f"{model.model_type}, {parameters:,} parameters ({model.hidden_size} x {model.num_hidden_layers} "
         f"layers, {model.num_attention_heads} heads, vocabulary {model.vocab_size:,}, "
         f"{model.position_embedding} positions)",
-        "data": f"{corpus.num_documents:,} documents, {epoch_tokens:,} tokens an epoch; this run reads "
-        + " and ".join(reads),
+        "data": _data_lines(inputs),
         "validation": _validation_line(inputs),
         "minimal pairs": pairs or "none (--evaluate_data)",
         "objective": f"{others}{_ratio(inputs)} of rows masked, "
