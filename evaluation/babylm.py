@@ -26,6 +26,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from data.atomic_io import write_atomically
@@ -44,12 +45,21 @@ from evaluation.scoring import (
     load_for_scoring,
     say_of_positions,
 )
-from evaluation.token_log_probs import count_tokens, joined, sentence_sums, token_scores
+from evaluation.token_log_probs import (
+    SpecialIds,
+    TokenizedSentences,
+    count_tokens,
+    joined,
+    sentence_sums,
+    token_scores,
+)
 from evaluation.zero_shot import READING, Dataset, by_item, encode_items, find_datasets
 from export.hf_format import is_exported
 from training.checkpoint import locate
 
 _BACKENDS = {"masked": "mlm", "causal": "causal", "fused": "fused"}
+# For each objective, by dataset: the sentences, and for reading times the place that each belongs to.
+Encoded = dict[str, dict[str, tuple[TokenizedSentences, np.ndarray | None]]]
 _MAIN = "main"  # the revision of what is no checkpoint by its name
 
 
@@ -96,10 +106,14 @@ def evaluate(options: argparse.Namespace) -> None:
     suite, modes = Suite(tuple(datasets), readings), chosen_modes(options.mode)
 
     every: list[dict[str, Any]] = []
+    encoded, encoded_by = {}, None
     for path, name in zip(options.model, names, strict=True):
         model = load_for_scoring(argparse.Namespace(**{**vars(options), "model": path}))
+        tokenizer = model.loaded.tokenizer
+        if encoded_by != (by := (tokenizer.to_str(), model.special)):  # checkpoints of a run share theirs
+            encoded, encoded_by = encode(suite, tokenizer, model.special, objectives(modes)), by
         with enough_memory():
-            scores = score(model, suite, modes)
+            scores = score(model, suite, encoded, modes)
         found = {
             "model": str(path),
             "revision": name[1],
@@ -128,46 +142,46 @@ def model_name(path: str, ema: bool) -> tuple[str, str]:
 # Scoring
 
 
-def score(model: ScoringModel, suite: Suite, modes: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
+def encode(suite: Suite, tokenizer: Tokenizer, special: SpecialIds, needed: Sequence[str]) -> Encoded:
+    """What there is to score, for each of the objectives that are needed."""
+    choices = {each.name: encode_items(each.items, tokenizer, special) for each in suite.datasets if each.items}
+    found: Encoded = {}
+    for objective in needed:
+        found[objective] = {name: (sentences, None) for name, sentences in choices.items()}
+        for name, data in suite.words.items():
+            found[objective][name] = encode_places(data.places, tokenizer, special, objective == "causal")
+    return found
+
+
+def score(
+    model: ScoringModel, suite: Suite, encoded: Encoded, modes: Sequence[str]
+) -> dict[str, dict[str, np.ndarray]]:
     """For each mode and dataset the choices' scores [items, C], or surprisals in nats [2 n].
 
-    All texts of all tasks share batches.
+    encoded: of the objectives that the modes need. All texts of all tasks share batches.
     """
-    tokenizer, special = model.loaded.tokenizer, model.special
-    choices = {each.name: encode_items(each.items, tokenizer, special) for each in suite.datasets if each.items}
-    say_of_positions(model, choices.values())
-    if empty := sum(int((part.counts == 0).sum()) for part in choices.values()):
-        print(
-            f"note: {count(empty, 'choice')} without a token that the tokenizer knows: log-probability 0",
-            file=sys.stderr,
-        )
-    needed = objectives(modes)
-    words = {
-        (name, objective): encode_places(data.places, tokenizer, special, objective == "causal")
-        for name, data in suite.words.items()
-        for objective in needed
-    }
-    sentences = {
-        objective: joined([*choices.values(), *(words[name, objective][0] for name in suite.words)])
-        for objective in needed
-    }
+    choices = [part for part, owners in next(iter(encoded.values())).values() if owners is None]
+    say_of_positions(model, choices)
+    if empty := sum(int((part.counts == 0).sum()) for part in choices):
+        print(f"note: {count(empty, 'choice')} without a token of the tokenizer: log-probability 0", file=sys.stderr)
+    items = {each.name: each.items for each in suite.datasets}
     scores: dict[str, dict[str, np.ndarray]] = {}
-    total = sum(count_tokens(texts, objective == "causal") for objective, texts in sentences.items())
+    texts = {objective: joined([part for part, _ in parts.values()]) for objective, parts in encoded.items()}
+    total = sum(count_tokens(sentences, objective == "causal") for objective, sentences in texts.items())
     with tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
-        for objective, texts in sentences.items():
+        for objective, parts in encoded.items():
             by_token = token_scores(
-                model, texts, special, model.world, model.shape, causal=objective == "causal",
+                model, texts[objective], model.special, model.world, model.shape, causal=objective == "causal",
                 autocast=model.autocast, progress=bar.update,
             )  # fmt: skip
-            parts = [*choices.values(), *(words[name, objective][0] for name in suite.words)]
-            ends = np.cumsum([len(part) for part in parts])
-            sums = dict(zip([*choices, *suite.words], np.split(sentence_sums(texts, by_token)[0], ends), strict=False))
-            items = {each.name: by_item(each.items, sums[each.name]) for each in suite.datasets if each.items}
-            read = {
-                name: surprisals(sums[name], words[name, objective][1], len(data.places))
-                for name, data in suite.words.items()
-            }
-            scores[objective] = {**items, **read}
+            sums = sentence_sums(texts[objective], by_token)[0]
+            ends, found = np.cumsum([len(part) for part, _ in parts.values()]), {}
+            for (name, (_, owners)), own in zip(parts.items(), np.split(sums, ends[:-1]), strict=True):
+                if owners is None:
+                    found[name] = by_item(items[name], own)
+                else:
+                    found[name] = surprisals(own, owners, len(suite.words[name].places))
+            scores[objective] = found
     if "fused" in modes:
         scores["fused"] = {name: (scores["masked"][name] + scores["causal"][name]) / 2 for name in scores["masked"]}
     return {mode: scores[mode] for mode in modes}

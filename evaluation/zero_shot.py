@@ -235,6 +235,7 @@ def predictions(items: Sequence[Item], scores: np.ndarray) -> dict[str, Any]:
     shares = np.exp(-np.logaddexp(0, -first_log_odds(scores)))
     for item, line, share in zip(items, scores, shares, strict=True):
         lines = found.setdefault(item.paradigm, {"predictions": []})["predictions"]
-        entry = {"id": f"{item.paradigm}_{len(lines)}", "pred": item.texts[int(line.argmax())]}
+        chosen = int(line.argmax())
+        entry = {"id": f"{item.paradigm}_{len(lines)}", "pred": item.prefixes[chosen] + item.completions[chosen]}
         lines.append(entry if item.share is None else {**entry, "prob": float(share)})
     return found

@@ -15,7 +15,7 @@ from helpers.tiny_runs import TEXT, train_on
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from evaluation import babylm, reading_times, zero_shot
-from evaluation.babylm import Suite, model_name, score
+from evaluation.babylm import Suite, encode, model_name, score
 from evaluation.generation import LoadedModel
 from evaluation.reading_times import ReadingTimes, encode_places, r_squared, surprisals
 from evaluation.scoring import ScoringModel
@@ -278,7 +278,8 @@ def test_choices_without_a_token_and_beyond_the_positions_are_said(tmp_path, cap
     model = tiny_model(tokenizer.get_vocab_size())
     loaded = LoadedModel(model, tokenizer, torch.device("cpu"))
     scoring = ScoringModel(loaded, special, WORLD, False, BatchShape(2, 64), False)
-    for mode, found in score(scoring, Suite((dataset,), {}), MODES).items():
+    suite = Suite((dataset,), {})
+    for mode, found in score(scoring, suite, encode(suite, tokenizer, special, MODES[:2]), MODES).items():
         assert (found["comps"] == 0).tolist() == [[True, True], [False, False]], mode
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("note: 2 texts of up to 73 tokens, beyond the model's 64 positions")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers.tiny_exports import BOS, EOS, MASK, library, load, make_checkpoint, make_exported, random_model
 
-from evaluation import minimal_pairs
+from evaluation import babylm, minimal_pairs
 
 WORDS = ("the", "list", "function", "returns", "holds", "naïve", "東京", "The", "length", "of")
 
@@ -77,6 +77,46 @@ def test_zero_shot_backends_choose_as_our_script_does(exported, tmp_path, backen
         good, bad = (completion_score(model, processor, "", line[f"sentence_{k}"], backend) for k in ("good", "bad"))
         assert line[f"{mode}_good"] == pytest.approx(good, rel=1e-5, abs=1e-4)
         assert (line[f"{mode}_good"] > line[f"{mode}_bad"]) == (good > bad)
+
+
+def completions(folder: Path) -> dict[str, list[list[tuple[str, str]]]]:
+    """Files of the tasks other than pairs and reading; by task the (prefix, completion) of each item's choices."""
+    files: dict[str, list[tuple[dict[str, Any], list[tuple[str, str]]]]] = {}
+    for number, (good, bad) in enumerate(sentence_pairs(12)):
+        context, options = f"The {WORDS[number % 10]} of", [f" {text}" for text in (good, bad, f"{bad}.", "a", "of it")]
+        ewok = {"Domain": "d", "Context1": context, "Target1": good, "Target2": bad}
+        comps = {"prefix_acceptable": good, "prefix_unacceptable": bad, "property_phrase": "holds it."}
+        files.setdefault("ewok", []).append((ewok, [(context, f" {good}"), (context, f" {bad}")]))
+        files.setdefault("comps", []).append((comps, [(good, " holds it."), (bad, " holds it.")]))
+        tracking = {"input_prefix": context, "options": options, "numops": number % 3}
+        files.setdefault("entity_tracking", []).append((tracking, [(context, option) for option in options]))
+        wug = {"sentences": f"{good}\t{bad}", "ratio": number / 12}
+        files.setdefault("wug_past", []).append((wug, [("", good), ("", bad)]))
+    for name, lines in files.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line, _ in lines))
+    return {name: [choices for _, choices in lines] for name, lines in files.items()}
+
+
+@pytest.mark.parametrize(("backend", "auto"), [("causal", "AutoModelForCausalLM"), ("mlm", "AutoModelForMaskedLM")])
+def test_every_suite_chooses_as_the_backends_do(exported, tmp_path, backend, auto):
+    tasks = completions(tmp_path / "data")
+    checkpoint = make_checkpoint(tmp_path / "run", random_model("gpt-bert"))
+    command = [str(checkpoint), "--data", str(tmp_path / "data"), "--device", "cpu", "--output", str(tmp_path / "out")]
+    assert babylm.main([*command, "--mode", "masked" if backend == "mlm" else backend]) == 0
+    processor = library().AutoProcessor.from_pretrained(exported, trust_remote_code=True, padding_side="right")
+    model = load(auto, exported)
+    for task, items in tasks.items():
+        [file] = (tmp_path / "out").glob(f"run/*/zero_shot/{backend}/{task}/*/predictions.json")
+        lines: dict[str, list[str]] = {}
+        for uid, of in json.loads(file.read_text()).items():
+            lines[uid] = [line["pred"] for line in of["predictions"]]
+        for number, choices in enumerate(items):
+            scores = [completion_score(model, processor, *choice, backend) for choice in choices]
+            first, second = sorted(scores, reverse=True)[:2]
+            uid = {"ewok": "d", "entity_tracking": f"x_{number % 3}_ops"}.get(task, "x")
+            predicted = lines[uid][number // 3 if task == "entity_tracking" else number]
+            assert first - second < 1e-4 or predicted == "".join(choices[scores.index(first)])
 
 
 def test_completions_of_a_context_add_up_to_the_sentence(exported):
