@@ -18,7 +18,8 @@ import torch
 
 from data.corpus import Corpus
 from data.documents import stop_event
-from data.masking import PADDING, MaskingOptions, ModelInputs, build_inputs, row_counts
+from data.mask_rates import SCHEDULED, MaskRates
+from data.masking import PADDING, MaskingOptions, ModelInputs, RowRates, build_inputs, row_counts, target_weights
 from data.mix_plan import MixPlan
 from data.objectives import MASKING, OBJECTIVES
 from data.plan import DataPlan, RowRange, StepPlan, rows_of_rank
@@ -26,7 +27,15 @@ from data.row_shuffle import RowShuffle
 from data.stream import TokenStream
 
 _CLOSE_SECONDS = 5.0
-TENSORS = ("tokens", "row_keys", "objective", "mask_counts", "origins")  # fields of RowBatch that go to the device
+TENSORS = (
+    "tokens",
+    "row_keys",
+    "objective",
+    "mask_counts",
+    "origins",
+    "target_weights",
+)  # fields of RowBatch that go to the device
+WEIGHT_UNITS = 1 << 23  # in which sums of weights are exact: float32 numbers from 1 on are multiples of 1 / this
 _COUNTS = ("targets", "documents")  # and those that the host keeps
 
 
@@ -35,9 +44,10 @@ class RowBatch:
     """R rows of T tokens. Tensors lie on the CPU until `to` moves them; the counts are known on the host at once.
 
     tokens: int32 [R, T+1] (see masking.py), `<s>` in the first column with MaskingOptions.row_start. row_keys: int64
-    [R]. objective: int64 [R], numbers in OBJECTIVES. mask_counts: int64 [R]. origins: int64 [R, T+1] or None. On the
-    host, of each row by objective, int64 [len(OBJECTIVES), R]: targets, and documents, as many as the row touches or
-    more; none in the lines of other objectives than the row's.
+    [R]. objective: int64 [R], numbers in OBJECTIVES. mask_counts: int64 [R]. origins: int64 [R, T+1] or None.
+    target_weights: float32 [R], what each target of a row weighs beside others of its objective, or None where all
+    weigh 1. On the host, of each row by objective, int64 [len(OBJECTIVES), R]: targets, and documents, as many as the
+    row touches or more; none in the lines of other objectives than the row's.
     """
 
     tokens: torch.Tensor
@@ -45,6 +55,7 @@ class RowBatch:
     objective: torch.Tensor
     mask_counts: torch.Tensor
     origins: torch.Tensor | None
+    target_weights: torch.Tensor | None
     targets: np.ndarray
     documents: np.ndarray
 
@@ -92,6 +103,13 @@ class StepBatch:
         """Targets of this rank by objective; int64 [len(OBJECTIVES)]."""
         return self.batch.targets.sum(axis=1)
 
+    @property
+    def target_weights(self) -> np.ndarray:
+        """What these weigh together, in units of 1 / WEIGHT_UNITS; int64 [len(OBJECTIVES)]."""
+        weights = self.batch.target_weights
+        units = 1.0 if weights is None else weights.numpy().astype(np.float64)
+        return (self.batch.targets * np.int64(WEIGHT_UNITS) * units).astype(np.int64).sum(axis=1)
+
     def micro_batches(self, device: torch.device) -> Iterator[RowBatch]:
         """The rank's rows on `device`, in pieces of at most rows_per_micro_batch."""
         batch, size = self.batch.to(device), self.rows_per_micro_batch
@@ -107,7 +125,7 @@ def micro_batch_rows(local_batch_size: int, seq_length: int, row_length: int) ->
     return max(1, local_batch_size * seq_length // row_length)
 
 
-def _pack(tokens, keys, objective: int, mask_p: float, options: MaskingOptions, origins) -> RowBatch:
+def _pack(tokens, keys, objective: int, rates: RowRates, options: MaskingOptions, origins) -> RowBatch:
     """Rows of one objective (tokens [R, T+1], keys [R], origins [R, T+1] or None) with their target counts.
 
     Writes `<s>` into the rows' first column, which no row owns.
@@ -115,7 +133,8 @@ def _pack(tokens, keys, objective: int, mask_p: float, options: MaskingOptions, 
     if options.row_start:
         tokens[:, 0] = options.bos_id
     targets = np.zeros((len(OBJECTIVES), len(tokens)), np.int64)
-    masked, targets[objective] = row_counts(OBJECTIVES[objective], tokens, keys, mask_p, options)
+    masked, targets[objective] = row_counts(OBJECTIVES[objective], tokens, keys, rates, options)
+    weights = target_weights(OBJECTIVES[objective], tokens, masked, options)
     documents = np.zeros_like(targets)
     documents[objective] = np.count_nonzero(tokens[:, 1:-1] == options.bos_id, axis=1) + 2  # a row's start, its padding
     return RowBatch(
@@ -124,6 +143,7 @@ def _pack(tokens, keys, objective: int, mask_p: float, options: MaskingOptions, 
         objective=torch.full((len(tokens),), objective),
         mask_counts=torch.from_numpy(masked),
         origins=None if origins is None else torch.from_numpy(origins),
+        target_weights=None if weights is None else torch.from_numpy(weights),
         targets=targets,
         documents=documents,
     )
@@ -149,7 +169,7 @@ class BatchBuilder:
             positions, step.seq_length + 1, origins=self.options.even
         )
         keys = self.plan.row_keys(wanted.objective, positions)
-        return _pack(tokens, keys, wanted.objective, step.mask_p, self.options, origins)
+        return _pack(tokens, keys, wanted.objective, step.rates, self.options, origins)
 
     def step(self, step: int, rank: int, world_size: int, split: str, local_batch_size: int) -> StepBatch:
         """The rows of `rank` in global batch `step`."""
@@ -167,7 +187,7 @@ class BatchBuilder:
             shape = (len(wanted), plan.seq_length + 1)
             origins = None if batch.origins is None else np.resize(batch.origins.numpy(), shape)
             tokens, keys = np.resize(batch.tokens.numpy(), shape), np.resize(batch.row_keys.numpy(), len(wanted))
-            parts.append(_pack(tokens, keys, wanted.objective, plan.mask_p, self.options, origins))
+            parts.append(_pack(tokens, keys, wanted.objective, plan.rates, self.options, origins))
         per_micro_batch = micro_batch_rows(local_batch_size, self.plan.seq_length, plan.seq_length)
         return StepBatch(plan, parts[0] if len(parts) == 1 else _concatenate(parts), per_micro_batch)
 
@@ -270,14 +290,16 @@ class Loader:
 class ValidationSet:
     """All rows of a held-out corpus in stored order, with masks that are always the same.
 
-    corpus: the documents. seq_length: tokens per row. mask_p: masked fraction. rows: how many of the set's rows to use,
-    spread evenly over it; None uses all.
+    corpus: the documents. seq_length: tokens per row. mask_p, mask_rates: masked fraction. seed: of the masks.
+    rows: how many of the set's rows to use, spread evenly over it; None uses all.
     """
 
     corpus: Corpus
     options: MaskingOptions
     seq_length: int
     mask_p: float = 0.15
+    mask_rates: MaskRates = SCHEDULED
+    seed: int = 0
     rows: int | None = None
 
     @property
@@ -297,11 +319,11 @@ class ValidationSet:
 
     def batches(self, objective: int, rank: int, world_size: int, batch_rows: int) -> Iterator[RowBatch]:
         """This rank's rows, `batch_rows` at a time; all ranks together hold every row once."""
-        # One fixed key for everybody: runs with different seeds are validated on the same masks.
+        # Fixed keys for everybody: runs with different seeds are validated on the same masks.
         stream, length = TokenStream(self.corpus, None), self.seq_length
         end = self.corpus.tokens_before_epoch(1)
         begin_row, end_row = self.used_rows * rank // world_size, self.used_rows * (rank + 1) // world_size
-        plan = DataPlan(1, length, 1, batch_reduction=1, seed=0, milestones=())
+        plan = DataPlan(1, length, 1, batch_reduction=1, seed=self.seed, milestones=())
         for first in range(begin_row, end_row, batch_rows):
             numbers = np.arange(first, min(first + batch_rows, end_row)) * self.total_rows // self.used_rows
             begins = numbers * length
@@ -311,4 +333,4 @@ class ValidationSet:
             if not whole[-1]:  # the set's last row
                 tokens[-1, : end - begins[-1]] = stream.read(int(begins[-1]), int(end - begins[-1]))[0]
             keys = plan.row_keys(objective, begins)
-            yield _pack(tokens, keys, objective, self.mask_p, self.options, None)
+            yield _pack(tokens, keys, objective, RowRates(self.mask_rates, self.mask_p), self.options, None)

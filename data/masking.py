@@ -6,38 +6,37 @@ stream; the row shows `<s>` in its place (or, without MaskingOptions.row_start, 
 corpus is a candidate once per epoch.
 
 Masking follows the published method (spans of 1 to 3 tokens, spans with the lowest random numbers first)
-with three differences: exactly floor(p * n + u) tokens of a row's n maskable ones are masked (the last span is cut off
-where it would overshoot), u being uniform in [0, 1) and keyed by the row; all random numbers are pure functions of the
-row's key, equal on CPU and GPU; and `even` masking can replace the published loader's per-token counters.
+with four differences: exactly floor(p * n + u) tokens of a row's n maskable ones are masked (the last span is cut off
+where it would overshoot), u being uniform in [0, 1) and keyed by the row; p may be drawn for each row
+(data/mask_rates.py); all random numbers are pure functions of the row's key, equal on CPU and GPU; and `even` masking
+can replace the published loader's per-token counters.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from itertools import permutations
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from data.counter_rng import fold_numpy, fold_torch, logical_right_shift, signed
 from data.documents import OCCURRENCE_SHIFT
+from data.mask_rates import MaskRates
 from data.objectives import ALL_TARGETS, CAUSAL_ATTENTION, NOT_MASKING, Objective
 
 IGNORE_INDEX = -100
 PADDING = -1  # token id behind the end of a validation stream
 
 # What a random number of a row is for; part of its key.
-_COUNT, _PHASE, _PATTERN, _PRIORITY, _ACTION, _RANDOM_TOKEN, _FACTOR, _OFFSET = range(101, 109)
-
-# Tokens are divided into blocks of six, each with one span of 1, one of 2 and one of 3 tokens in random order: the
-# lengths are equally frequent, and the span of a token is found from its position alone.
-_BLOCK = 6
-# [6 orders, 6 tokens]: which of the block's three spans a token belongs to. Spans of 2, 1 and 3 tokens: 0 0 1 2 2 2
-_PATTERNS = torch.tensor([[i for i, length in enumerate(p) for _ in range(length)] for p in permutations((1, 2, 3))])
+_COUNT, _PHASE, _PATTERN, _PRIORITY, _ACTION, _RANDOM_TOKEN, _FACTOR, _OFFSET, _RATE = range(101, 110)
 
 _UNIFORM_BITS = 40  # resolution of a span's priority; the rest of an int64 breaks ties by position
 _STRATA = 23  # a prime; so many spans are about 46 tokens
+_RATE_BITS = 24  # of a row's mask rate: coarse enough that no processor's own rounding of a cosine makes another one
+_BETA_TABLE = 1 << 16
 _GOLDEN_STEP = round((5**0.5 - 1) / 2 * (1 << _UNIFORM_BITS))
 
 
@@ -55,6 +54,8 @@ class MaskingOptions:
     random_p: float = 0.1
     keep_p: float = 0.1
     even: bool = False
+    span_length: int = 3  # the longest; lengths from 1 on are equally frequent
+    rate_power: float = 0.0  # gamma: a masked row's targets weigh (its masked fraction) ** -gamma
     row_start: bool = True  # whether a row's first input is `<s>`, also where the row goes on in a document
     seed: int = 0  # of `even` masking, whose spans belong to the corpus and not to a row
 
@@ -87,10 +88,52 @@ def _specials_and_words(
     return table.to(device), torch.nonzero(~table).flatten().to(device)
 
 
-def masked_counts(tokens: np.ndarray, row_keys: np.ndarray, p: float, options: MaskingOptions) -> np.ndarray:
-    """How many tokens of each row are masked: floor(p * n + u). tokens [B, T+1], keys [B] -> int64 [B]."""
+class RowRates(NamedTuple):
+    """Mask rates of a step's rows. p: the scheduled probability."""
+
+    distribution: MaskRates
+    p: float
+
+    def of(self, row_keys: np.ndarray) -> float | np.ndarray:
+        """The rates of rows by their keys, int64 [R]: float64 [R], or one for all."""
+        kind, values = self.distribution.kind, self.distribution.values
+        if kind == "fixed":
+            return self.p
+        bits = fold_numpy(row_keys, np.array([_RATE])) >> np.uint64(64 - _RATE_BITS)
+        uniform = (bits + 0.5) * 2.0**-_RATE_BITS
+        if kind == "bimodal":
+            return np.where(uniform < values[0], values[1], self.p)
+        if kind == "uniform":
+            low, high = values or (0.0, 1.0)
+            rates = low + (high - low) * uniform
+        elif kind == "cosine":
+            rates = 1 - np.cos(np.pi / 2 * uniform)
+        else:
+            rates = np.interp(uniform, *_beta_table(*values))
+        # Odd multiples of a power of two, so that the rate times a row's length is no whole number.
+        return (np.floor(rates * 2**_RATE_BITS) + 0.5) * 2.0**-_RATE_BITS
+
+
+@lru_cache(maxsize=4)
+def _beta_table(a: float, b: float) -> tuple[np.ndarray, np.ndarray]:
+    """Values of the distribution function of Beta(a, b), and where it has them, both [_BETA_TABLE + 1]."""
+    middle = (np.arange(_BETA_TABLE) + 0.5) / _BETA_TABLE
+    density = (a - 1) * np.log(middle) + (b - 1) * np.log1p(-middle)
+    sums = np.concatenate([[0.0], np.cumsum(np.exp(density - density.max()))])
+    return sums / sums[-1], np.arange(_BETA_TABLE + 1) / _BETA_TABLE
+
+
+def maskable_counts(tokens: np.ndarray, options: MaskingOptions) -> np.ndarray:
+    """How many tokens of each row may be masked: [B, T+1] -> int64 [B]."""
     is_special = _specials(options.vocab_size, options.special_ids)
-    maskable = np.count_nonzero(~is_special[tokens[:, 1:]], axis=1)
+    return np.count_nonzero(~is_special[tokens[:, 1:]], axis=1)
+
+
+def masked_counts(
+    tokens: np.ndarray, row_keys: np.ndarray, p: float | np.ndarray, options: MaskingOptions
+) -> np.ndarray:
+    """How many tokens of each row are masked: floor(p * n + u). tokens [B, T+1], keys [B] -> int64 [B]."""
+    maskable = maskable_counts(tokens, options)
     uniform = (fold_numpy(row_keys, np.array([_COUNT])) >> np.uint64(11)) * 2.0**-53
     return np.floor(p * maskable + uniform).astype(np.int64)
 
@@ -102,13 +145,32 @@ def token_counts(tokens: np.ndarray, options: MaskingOptions) -> np.ndarray:
 
 
 def row_counts(
-    objective: Objective, tokens: np.ndarray, row_keys: np.ndarray, mask_p: float, options: MaskingOptions
+    objective: Objective, tokens: np.ndarray, row_keys: np.ndarray, rates: RowRates, options: MaskingOptions
 ) -> tuple[np.ndarray, np.ndarray]:
     """How many tokens of each row of an objective are masked and how many are targets; int64 [B] each."""
     masked = np.zeros(len(tokens), np.int64)
     if objective.mask:
-        masked = masked_counts(tokens, row_keys, objective.mask_fraction(mask_p), options)
+        p = np.minimum(1.0, objective.mask * rates.of(row_keys))
+        if rates.distribution.continuous:
+            masked = np.ceil(p * maskable_counts(tokens, options)).astype(np.int64)
+        else:
+            masked = masked_counts(tokens, row_keys, p, options)
     return masked, token_counts(tokens, options) if objective.all_targets else masked
+
+
+def target_weights(
+    objective: Objective, tokens: np.ndarray, masked: np.ndarray, options: MaskingOptions
+) -> np.ndarray | None:
+    """What each target of a row weighs beside others of its objective, float32 [B], 1 or more; None where all weigh 1.
+
+    (masked / maskable tokens) ** -gamma: with gamma 1 and uniform rates the bound of masked diffusion.
+    """
+    if not options.rate_power:
+        return None
+    if objective.all_targets:
+        return np.ones(len(tokens), np.float32)
+    rows = maskable_counts(tokens, options) / np.maximum(1, masked)
+    return np.where(masked > 0, rows**options.rate_power, 1.0).astype(np.float32)
 
 
 def _rows_of(objective: torch.Tensor, numbers: tuple[int, ...]) -> torch.Tensor:
@@ -176,15 +238,23 @@ def _scaled(bits: torch.Tensor, bits_count: int, size: int) -> torch.Tensor:
 
 
 @cache
-def _patterns(device: torch.device) -> torch.Tensor:
-    """_PATTERNS on a device, copied once: a copy from pageable memory synchronises with the device."""
-    return _PATTERNS.to(device)
+def _patterns(longest: int, device: torch.device) -> torch.Tensor:
+    """Which of its block's spans a token belongs to, by the order of their lengths: [factorial(longest), block].
+
+    Tokens are divided into blocks, each with one span of each length from 1 to `longest`: six tokens with 3, and spans
+    of 2, 1 and 3 tokens are 0 0 1 2 2 2. So lengths are equally frequent, and the span of a token is found from its
+    position alone. Copied to a device once: a copy from pageable memory synchronises with it.
+    """
+    orders = permutations(range(1, longest + 1))
+    return torch.tensor([[i for i, length in enumerate(p) for _ in range(length)] for p in orders]).to(device)
 
 
 def _select(maskable, row_keys, mask_counts, origins, options) -> tuple[torch.Tensor, torch.Tensor]:
     """Which owned tokens are masked (bool [B, T]), and a number naming the span of each token (int64 [B, T])."""
     column = torch.arange(maskable.shape[1], device=maskable.device)
     keys = row_keys[:, None]
+    patterns = _patterns(options.span_length, maskable.device)
+    size = patterns.shape[1]  # tokens in a block
     if options.even:
         if origins is None:
             raise ValueError("even masking needs the origin of every token: read the stream with origins=True")
@@ -196,11 +266,11 @@ def _select(maskable, row_keys, mask_counts, origins, options) -> tuple[torch.Te
         key = torch.full_like(keys, signed(options.seed))
     else:
         # Blocks begin at a random place of each row, so that no column is more often the beginning of a span.
-        position, uses = column + _scaled(_bits(keys, _PHASE, 32), 32, _BLOCK), 0
+        position, uses = column + _scaled(_bits(keys, _PHASE, 32), 32, size), 0
         key = keys
-    block = torch.div(position, _BLOCK, rounding_mode="floor")
-    pattern = _scaled(_bits(fold_torch(key, _PATTERN), block, 32), 32, len(_PATTERNS))
-    span = block * 3 + _patterns(maskable.device)[pattern, position - block * _BLOCK]
+    block = torch.div(position, size, rounding_mode="floor")
+    pattern = _scaled(_bits(fold_torch(key, _PATTERN), block, 32), 32, len(patterns))
+    span = block * options.span_length + patterns[pattern, position - block * size]
     priority = _bits(fold_torch(key, _PRIORITY), span, _UNIFORM_BITS)
     if options.even:
         priority = (_stratified(priority, span, key) + uses * _GOLDEN_STEP) & ((1 << _UNIFORM_BITS) - 1)

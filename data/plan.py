@@ -22,6 +22,8 @@ import numpy as np
 
 from data.batch_schedule import BatchSchedule
 from data.counter_rng import fold, fold_numpy
+from data.mask_rates import SCHEDULED, MaskRates
+from data.masking import RowRates
 from data.objectives import OBJECTIVES, row_fractions
 from data.ratio_schedule import RatioPoint, RatioSchedule
 
@@ -55,6 +57,7 @@ class StepPlan:
 
     seq_length: tokens per row. rows: rows in the batch. first_row: number of its first row in the run.
     objective_rows: rows of each objective among them.
+    mask_p: the expected fraction of a masked row's tokens that is masked. rates: that of each row.
     position: for each objective, where its first row is in its stream's row order (data/row_shuffle.py), in tokens.
     ratio, ratio_carry: row i of those left to the ratio is masked where
         floor((ratio_carry + (i+1)*ratio) / denominator) exceeds floor((ratio_carry + i*ratio) / denominator).
@@ -67,6 +70,7 @@ class StepPlan:
     objective_rows: tuple[int, ...]
     position: tuple[int, ...]
     mask_p: float
+    rates: RowRates
     ratio: int
     ratio_carry: int
     denominator: int
@@ -109,6 +113,7 @@ class DataPlan:
     hybrid_schedule: the masked fraction of rows at each step, in place of the constant or evenly moving one that
     hybrid_numerator, hybrid_denominator and hybrid_numerator_end name.
     open_end: the order of rows does not depend on where the run ends, so that a longer one goes on without repeating.
+    hybrid_numerator, hybrid_denominator and hybrid_numerator_end name. mask_rates: how the rates of rows are drawn.
     """
 
     max_steps: int
@@ -124,6 +129,7 @@ class DataPlan:
     seed: int = 42
     hybrid_schedule: RatioSchedule | None = None
     open_end: bool = False
+    mask_rates: MaskRates = SCHEDULED
     schedule: BatchSchedule = field(init=False, repr=False, compare=False)
     ratios: RatioSchedule = field(init=False, repr=False, compare=False)
     _row_sums: np.ndarray = field(init=False, repr=False, compare=False)
@@ -165,6 +171,8 @@ class DataPlan:
         """The plan of global batch `step` (0 .. max_steps-1), found without looking at the steps before it."""
         if not 0 <= step < self.max_steps:
             raise ValueError(f"step {step} lies outside the run's 0 .. {self.max_steps - 1}")
+        p = mask_probability_at(step, self.max_steps, self.mask_p_start, self.mask_p_end)
+        rates = RowRates(self.mask_rates, p)
         return StepPlan(
             step=step,
             seq_length=self.seq_length * int(self.schedule.factors[step]),
@@ -172,7 +180,8 @@ class DataPlan:
             first_row=int(self._row_sums[step]),
             objective_rows=tuple(self._objective_rows[:, step].tolist()),
             position=tuple(self._token_sums[:, step].tolist()),
-            mask_p=mask_probability_at(step, self.max_steps, self.mask_p_start, self.mask_p_end),
+            mask_p=self.mask_rates.mean(p),
+            rates=rates,
             ratio=self._ratios[step],
             ratio_carry=self._ratio_sums[step],
             denominator=self._denominator,

@@ -117,7 +117,7 @@ def test_a_bad_loss_or_norm_names_step_and_rank(bad: float, place: int, error: t
 
     for rank in range(3):
         own = local if rank == 2 else torch.ones_like(local)
-        pending = InFlightStep(step, {"step": 7}, (0.5, 0.5), own + 2 * local, own, None, {}, 1.0)
+        pending = InFlightStep(step, {"step": 7}, (1, 1), (0.5, 0.5), own + 2 * local, own, None, {}, 1.0)
         world = ThreeRanks(rank, 3, torch.device("cpu"), Environment("none"))
         log = AsyncStepMetrics(world, ModelConfig(32, 64, 2, 2, 320))
         with pytest.raises(error, match=f"step 7: .*{words}"):

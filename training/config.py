@@ -19,6 +19,7 @@ from typing import Any
 
 from data.cli import Parser, closest, shown
 from data.flag_rules import GROUPS, amount, float_list, int_list, length, text_list
+from data.mask_rates import MaskRateError, MaskRates
 from data.positions import Position, parse_amount
 from data.ratio_schedule import parse_schedule
 from ops import reference
@@ -33,6 +34,7 @@ class TrainingConfig(Flags):
         super().__post_init__()
         _check_fractions(self)
         _check_schedule(self)
+        _check_mask_rate(self)
         _check_batches(self)
         _check_choices(self)
 
@@ -110,6 +112,13 @@ def _check_schedule(config: TrainingConfig) -> None:
             parse_schedule(config.hybrid_schedule)
         except ValueError as error:
             raise ConfigError(f"--hybrid_schedule is {config.hybrid_schedule!r}; {error}") from None
+
+
+def _check_mask_rate(config: TrainingConfig) -> None:
+    try:
+        MaskRates.parse(config.mask_rate)
+    except MaskRateError as error:
+        raise ConfigError(f"--mask_rate is {config.mask_rate!r}; {error}") from None
 
 
 def _check_batches(config: TrainingConfig) -> None:

@@ -35,6 +35,7 @@ from data.flag_rules import (
 )
 from data.flag_rules import budget as _budget
 from data.flag_rules import flag as _flag
+from data.mask_rates import LONGEST_SPAN
 from training.errors import UserError
 from training.schedules import SCHEDULES
 
@@ -115,6 +116,19 @@ class Flags:
         "objective",
         choices=("random", "even"),
     )
+    mask_rate: str = _flag(
+        "fixed", "how much of a masked row is masked. fixed: as mask_p_start and mask_p_end say; drawn for each row: "
+        "uniform, uniform:LOW,HIGH, cosine (mean 0.36), beta:A,B, or bimodal:F,LOW (LOW in the fraction F of rows, in "
+        "the others as mask_p_start and mask_p_end say)", "objective",
+    )  # fmt: skip
+    mask_rate_loss_power: float = _flag(
+        0.0, "gamma: a masked token weighs (masked fraction of its row) ** -gamma in the masked loss; 1 with uniform "
+        "rates, --mask_span_length 1 and no random or kept tokens is masked diffusion", "objective", FRACTION,
+    )  # fmt: skip
+    mask_span_length: int = _flag(
+        3, "longest span that is masked as one; lengths from 1 on are equally frequent", "objective",
+        Rule(lambda length: 1 <= length <= LONGEST_SPAN, f"spans have 1 to {LONGEST_SPAN} tokens"),
+    )  # fmt: skip
     special_tokens: str | None = _flag(
         None, "bos=TOKEN,eos=TOKEN,... (also pad, mask, unk) where the tokenizer's files do not tell (default: as the "
         "run that is resumed, else as the files tell)", "objective", kind=str,

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from data.batch_schedule import BatchSchedule
 from data.corpus import Corpus
 from data.loader import BatchBuilder, Loader, ValidationSet
+from data.mask_rates import MaskRates
 from data.masking import MaskingOptions
 from data.objectives import OBJECTIVES
 from data.plan import DataPlan, resolve_split
@@ -162,6 +163,7 @@ def make_plan(config: TrainingConfig, exposure: Exposure) -> DataPlan:
         seed=config.seed,
         hybrid_schedule=_ratio_schedule(config, exposure),
         open_end=config.schedule in OPEN_ENDED,
+        mask_rates=MaskRates.parse(config.mask_rate),
     )
 
 
@@ -242,6 +244,8 @@ def read_inputs(config: TrainingConfig) -> Inputs:
         random_p=config.mask_random_p,
         keep_p=config.mask_keep_p,
         even=config.masking == "even",
+        span_length=config.mask_span_length,
+        rate_power=config.mask_rate_loss_power,
         row_start=bool(config.row_start),
         seed=config.seed,
     )
@@ -260,7 +264,7 @@ def read_inputs(config: TrainingConfig) -> Inputs:
     if config.valid_path:
         rows = config.validation_steps * config.local_batch_size or None
         valid = Corpus(config.valid_path, tokenizer_hash=identity, bos_id=options.bos_id, eos_id=eos)
-        held_out = ValidationSet(valid, dataclasses.replace(options, even=False), config.seq_length, rows=rows)
+        held_out = ValidationSet(valid, _held_out_masks(options), config.seq_length, rows=rows)
         _refuse_shared(config, corpus, valid)
     config = _with_steps(config, corpus)
     plan = make_plan(config, corpus.exposure)
@@ -274,6 +278,11 @@ def read_inputs(config: TrainingConfig) -> Inputs:
     held_out_identity = held_out.corpus.identity() if held_out is not None else ""
     identities, named = (corpus.identity(), held_out_identity), _named_checkpoints(config, plan, corpus)
     return Inputs(config, model_config, text, corpus, held_out, plan, builder, *identities, named)
+
+
+def _held_out_masks(options: MaskingOptions) -> MaskingOptions:
+    """Those of validation: the published spans and no weights, so that runs with other masks compare."""
+    return dataclasses.replace(options, even=False, rate_power=0.0, span_length=MaskingOptions.span_length)
 
 
 def _refuse_shared(config: TrainingConfig, corpus: Corpus, valid: Corpus) -> None:

@@ -34,8 +34,8 @@ class LossWeights:
     per_objective: tuple[float, ...]
 
 
-def loss_weights(rows: Sequence[int], targets: Sequence[int], token_weighted: bool) -> LossWeights:
-    """Weights for a global batch with `rows` and `targets` by objective.
+def loss_weights(rows: Sequence[int], targets: Sequence[float], token_weighted: bool) -> LossWeights:
+    """Weights for a global batch with `rows` and `targets` by objective, or what these weigh together.
 
     An objective's mean weighs its fraction of rows, or of targets with `token_weighted`, times its weight in the table;
     without targets it weighs nothing (its rows still count in the others' fractions, as the ratio is one of rows).
@@ -111,7 +111,8 @@ def hybrid_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, ModelInputs]:
     """A micro-batch's part of the global batch's loss, its `sums_by_objective`, and the inputs it was computed on.
 
-    per_target: LossWeights.per_target. slots: slots for targets in the head, as many as there are if None.
+    per_target: LossWeights.per_target; RowBatch.target_weights are factors of it, in the sums, too.
+    slots: slots for targets in the head, as many as there are if None.
     Parts of all micro-batches and ranks add up to the loss of the global batch, and so do their gradients. A
     micro-batch without targets contributes zero.
     """
@@ -119,5 +120,9 @@ def hybrid_loss(
     slots = int(batch.targets.sum()) if slots is None else slots
     scores, objective = score_targets(model, inputs, slots, dropout_keys(batch, step_key), varlen_sizes(batch))
     weight = reduce(add, [(objective == line) * weight for line, weight in enumerate(per_target)])
+    if batch.target_weights is not None:
+        row = torch.div(target_positions(inputs.labels, slots), inputs.labels.shape[1], rounding_mode="floor")
+        own = batch.target_weights[row]
+        scores = (scores[0] * own, scores[1] * own, scores[2])
     loss = (weight * (scores[0] + z_loss_weight * scores[1])).sum()
     return loss, sums_by_objective(scores, objective), inputs

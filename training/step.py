@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from data.counter_rng import signed
-from data.loader import BatchBuilder, RowBatch, StepBatch
+from data.loader import WEIGHT_UNITS, BatchBuilder, RowBatch, StepBatch
 from data.masking import fingerprint
 from data.objectives import OBJECTIVE_NAMES
 from data.plan import DataPlan, StepPlan
@@ -34,26 +34,28 @@ from training.state import TrainState
 from training.summary import flops_per_token, peak_flops
 
 
-def agree(world: World, batch: StepBatch | None, wants_stop: bool, step: int) -> tuple[list[int], bool, bool]:
-    """Targets of the global batch by objective, whether any rank wants to stop, and whether all have their rows.
+def agree(world: World, batch: StepBatch | None, wants_stop: bool, step: int) -> tuple[list[float], bool, bool]:
+    """What the targets of the global batch weigh together, by objective; whether any rank wants to stop; and whether
+    all have their rows.
 
-    batch: this rank's rows of global batch `step`, None where they are not ready. Summed by the hosts.
+    batch: this rank's rows of global batch `step`, None where they are not ready. Summed by the hosts, in whole units.
+    A target weighs 1, so that these are numbers of targets, unless RowBatch.target_weights say otherwise.
     """
     world.progress.step = step + 1
-    targets = [0] * len(OBJECTIVE_NAMES) if batch is None else batch.targets.tolist()
+    targets = [0] * len(OBJECTIVE_NAMES) if batch is None else batch.target_weights.tolist()
     counts = torch.tensor([*targets, int(wants_stop), int(batch is None)])
     *targets, stops, missing = world.all_reduce(counts, "target counts").tolist()
     world.progress.in_step = stops == 0  # a save may take longer than a step
-    return targets, stops > 0, missing == 0
+    return [target / WEIGHT_UNITS for target in targets], stops > 0, missing == 0
 
 
 def train_step(
-    state: TrainState, batch: StepBatch, targets: Sequence[int], config: TrainingConfig, plan: DataPlan
+    state: TrainState, batch: StepBatch, targets: Sequence[float], config: TrainingConfig, plan: DataPlan
 ) -> InFlightStep:
     """Forward, backward and update for one global batch.
 
-    batch: this rank's rows. targets: of the whole global batch by objective (`agree`), by which losses are divided, so
-    that gradients are sums over micro-batches and ranks.
+    batch: this rank's rows. targets: those of the whole global batch by objective (`agree`), by which losses are
+    divided, so that gradients are sums over micro-batches and ranks.
     """
     world, step, rows = state.world, batch.plan.step, batch.plan.objective_rows
     weights = loss_weights(rows, targets, config.token_weighted_loss)
@@ -101,7 +103,7 @@ def train_step(
     check = begin_check(state, world) if every and done % every == 0 else None
     finished = now(world.device)  # after the copies, which are read once it has passed
     return InFlightStep(
-        batch.plan, metrics, weights.per_objective, all_sums, local_sums, prints, extra, finished, check
+        batch.plan, metrics, tuple(targets), weights.per_objective, all_sums, local_sums, prints, extra, finished, check
     )
 
 
@@ -134,7 +136,8 @@ def _first_and_fullest(batch: StepBatch, device: torch.device) -> list[RowBatch]
 class InFlightStep:
     """A step whose numbers may still be on their way from the device.
 
-    metrics: what the host knows of it already. objective_weight: what a mean over each objective weighs in the loss.
+    metrics: what the host knows of it already. targets: from `agree`.
+    objective_weight: what a mean over each objective weighs in the loss.
     sums, fingerprint, extra: on the host, in memory that the device fills; to be read after `finished`.
     sums: float64 [4 * objectives + 1], `sums_by_objective` and the norm of the gradients, added up over ranks: a norm
     is each rank's own, and one that a single rank finds bad ends the run on all.
@@ -143,6 +146,7 @@ class InFlightStep:
 
     plan: StepPlan
     metrics: dict[str, Any]
+    targets: tuple[float, ...]
     objective_weight: tuple[float, ...]
     sums: torch.Tensor
     local_sums: torch.Tensor
@@ -243,14 +247,15 @@ class AsyncStepMetrics:
         if not all(math.isfinite(line[LOSS]) for line in sums) or not math.isfinite(norm):
             _raise_non_finite(pending, self._world)
         total = z_total = correct = count = 0.0
-        for name, part, weight in zip(OBJECTIVE_NAMES, sums, pending.objective_weight, strict=True):
+        parts = zip(OBJECTIVE_NAMES, sums, pending.targets, pending.objective_weight, strict=True)
+        for name, part, targets, weight in parts:
             if part[COUNT] == 0:
                 continue
-            mean = part[LOSS] / part[COUNT]
+            mean = part[LOSS] / targets
             record[f"train/{name}_loss"] = mean
             record[f"train/{name}_accuracy"] = part[CORRECT] / part[COUNT]
             total += weight * mean
-            z_total += weight * part[SQUARED_LOG_Z] / part[COUNT]
+            z_total += weight * part[SQUARED_LOG_Z] / targets
             correct, count = correct + part[CORRECT], count + part[COUNT]
         record["train/loss"], record["train/z_loss"] = total, z_total
         record["train/perplexity"] = math.exp(min(total, 700.0))

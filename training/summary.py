@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from data.loader import micro_batch_rows
+from data.mask_rates import MaskRates
 from data.objectives import OBJECTIVES
 from data.plan import DataPlan, StepPlan, rows_of_rank
 from data.wording import count
@@ -126,6 +127,15 @@ def _ratio(inputs: Inputs) -> str:
     return f"{config.hybrid_numerator}/{config.hybrid_denominator}{last}"
 
 
+def _masks(config: TrainingConfig) -> str:
+    rates = MaskRates.parse(config.mask_rate)
+    scheduled = f"{config.mask_p_start:g} -> {config.mask_p_end:g}"
+    by_row = f" by row, {rates.mean(config.mask_p_start):.2f} on average" * (rates.kind != "fixed")
+    power = f", targets weighed by rate^-{config.mask_rate_loss_power:g}" * bool(config.mask_rate_loss_power)
+    shown = {"fixed": scheduled, "bimodal": f"{rates} and {scheduled}"}.get(rates.kind, str(rates))
+    return f"masks {shown}{by_row}{power}"
+
+
 def _data_lines(inputs: Inputs) -> str:
     """Size of the corpus, how much of it is read, and what of a mix is real."""
     plan, corpus = inputs.plan, inputs.corpus
@@ -169,8 +179,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
         "data": _data_lines(inputs),
         "validation": _validation_line(inputs),
         "minimal pairs": pairs or "none (--evaluate_data)",
-        "objective": f"{others}{_ratio(inputs)} of rows masked, "
-        f"masks {config.mask_p_start:g} -> {config.mask_p_end:g}, split {split}{hint}",
+        "objective": f"{others}{_ratio(inputs)} of rows masked, {_masks(config)}, split {split}{hint}",
         "batch, start": _batch_line(inputs, 0, world),
         "batch, end": _batch_line(inputs, last, world),
         "in all": _amounts_line(inputs),
