@@ -1,7 +1,7 @@
 """BabyLM's zero-shot tasks: all that a folder of the evaluation pipeline holds, for any number of checkpoints.
 
     python evaluation/babylm.py runs/my_first --ema --data evaluation_data/full_eval --output results
-    python evaluation/babylm.py exported/chck_*M --data evaluation_data/fast_eval --mode causal
+    python evaluation/babylm.py runs/my_first/checkpoints/chck_* --data evaluation_data/fast_eval --mode causal
 
 Folders are known by how their names begin: blimp, supplement, ewok, entity_tracking, comps, wug_adj, wug_past, reading;
 what is left out is said. Accuracies are means over UIDs, of entity tracking over files of these, with 95 % intervals;
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,7 +132,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def model_name(path: str, ema: bool) -> tuple[str, str]:
     """The names of a model and of its revision: a checkpoint of a run, or a folder called chck_..., is a revision."""
-    folder, suffix = Path(path).resolve(), "-ema" if ema else ""
+    folder, suffix = Path(os.path.abspath(path)), "-ema" if ema else ""  # chck_1M may be a link to a checkpoint
     if folder.parent.name == "checkpoints":
         return f"{folder.parent.parent.name}{suffix}", folder.name
     if folder.name.startswith("chck_"):

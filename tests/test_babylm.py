@@ -287,7 +287,9 @@ def test_choices_without_a_token_and_beyond_the_positions_are_said(tmp_path, cap
 
 
 def test_several_checkpoints_and_averaged_weights(data, run_folder, tmp_path, capsys):
-    checkpoints = [str(run_folder / "checkpoints" / f"step_0000000{step}") for step in (1, 2)]
+    named = run_folder / "checkpoints/chck_1M"  # as --save_words names them
+    named.symlink_to("step_00000002")
+    checkpoints = [str(run_folder / "checkpoints/step_00000001"), str(named)]
     part = tmp_path / "fast_eval"
     part.mkdir()
     (part / "supplement_fast").symlink_to(data / "supplement_filtered")
@@ -296,8 +298,9 @@ def test_several_checkpoints_and_averaged_weights(data, run_folder, tmp_path, ca
     printed = capsys.readouterr().out
     assert printed.count("supplement_fast") == 3  # twice alone, once beside each other
     assert "mine/step_00000001" in printed
-    for step in (1, 2):
-        assert (tmp_path / f"out/mine/step_0000000{step}/zero_shot/results.json").exists()
+    for name in ("step_00000001", "chck_1M"):
+        assert (tmp_path / f"out/mine/{name}/zero_shot/results.json").exists()
+    named.unlink()
     assert babylm.main([str(run_folder), "--ema", *command]) == 0
     zero = json.loads((tmp_path / "out/mine-ema/main/zero_shot/results.json").read_text())
     assert zero["weights"] == "ema"
