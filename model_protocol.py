@@ -85,6 +85,10 @@ class PretrainingModel(nn.Module, ABC):
         """Number of trainable scalars; a table that embedding and head share counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
+    def role_of(self, name: str) -> str:
+        """The role of a parameter by its name; "other" where `roles` has none for it."""
+        return next((role for part, role in self.roles.items() if part in name), "other")
+
     def hidden_matrices(self) -> dict[nn.Parameter, int]:
         """The matrices of hidden layers, which Muon updates, with how many projections each holds: those of modules in
         an nn.ModuleList, as layers are."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from data.positions import PositionError, parse_amount, parse_amounts, parse_position
@@ -73,6 +73,22 @@ def int_list(text: str) -> tuple[int, ...]:
 
 def text_list(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def factors(texts: Iterable[str]) -> dict[str, float]:
+    """{"embedding": 0.5} of ("embedding=0.5",). Raises ValueError."""
+    pairs = [text.partition("=") for text in texts]
+    return {name.strip(): float(value) for name, _, value in pairs}
+
+
+def _are_factors(texts: tuple[str, ...]) -> bool:
+    try:
+        return all(0 <= value < math.inf for value in factors(texts).values())
+    except ValueError:
+        return False
+
+
+FACTORS = Rule(_are_factors, "give factors of at least 0 by role, such as embedding=0.5,head=2")
 
 
 def amount(text: str) -> str:

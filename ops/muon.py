@@ -1,19 +1,25 @@
-"""Muon's step for stacks of equal matrices: momentum made orthogonal, NorMuon's scales, cautious weight decay.
+"""Muon and NorMuon: momentum made orthogonal, scales by row, cautious weight decay.
 
-Pure PyTorch on [S, m, n]: a few batched products for all layers at once, and nothing waits for the device.
+Pure PyTorch on stacks [S, m, n] of equal matrices: a few batched products for all layers at once, and nothing waits for
+the device.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ops.lamb import Lamb
 
 # Of the quintic iteration, with the number of its steps: K. Jordan, "Muon" (kellerjordan.github.io/posts/muon, 2024).
 # Its slope at 0 is large; singular values end between about 0.7 and 1.2, not at 1, which does no harm.
 COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5
 _EPS = 1e-7  # of norms; as in torch.optim.Muon
+_ROW_BETA = 0.95  # of NorMuon's mean squares: the beta2 of its paper
 _RMS = 0.2  # of an update at rate 1, AdamW's usual one: Liu et al. 2025, arXiv 2502.16982, section 2.2
 
 
@@ -72,3 +78,72 @@ def descend(
         weights.addcmul_(directions, scales, value=-rate)
     else:
         weights.add_(directions, alpha=-rate * scales)
+
+
+class Muon(Lamb):
+    """Muon (Jordan et al., 2024) or NorMuon (Li et al., arXiv 2510.05491) for groups of matrices; others as they say.
+
+        M = momentum M + (1 - momentum) G,   D = newton_schulz((1 - momentum) G + momentum M)
+        W = W - lr (scale D + weight_decay W),   scale so that the entries of scale D have the root mean square 0.2
+
+    NorMuon divides each row of D (an output neuron) by the root of a running mean of its squares first. With that scale
+    rates and weight decay are about AdamW's (arXiv 2502.16982).
+
+    A group is one of matrices if it has "projections": how many projections lie one above the other in each of its
+    parameters, which are orthogonalised one by one. Other groups take LAMB's step, or with "trust" False AdamW's.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], momentum: float = 0.95, by_row: bool = False, cautious: bool = False, **rest: Any
+    ) -> None:
+        """by_row: NorMuon. cautious: weight decay of matrices only where the update agrees. rest: as for Lamb."""
+        super().__init__(params, **rest)
+        self.momentum, self.by_row, self.cautious = momentum, by_row, cautious
+
+    def entries(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """What is kept of each parameter of a group once it has taken a step."""
+        if "projections" not in group:
+            return super().entries(group)
+        return ("momentum", "row_square") if self.by_row else ("momentum",)
+
+    @torch.no_grad()
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Take a step with parameters of a group, which have gradients: matrices of one shape all at once."""
+        if "projections" not in group:
+            return super().update(parameters, group)
+        counts = dict(zip(group["params"], group["projections"], strict=True))
+        momenta = self._kept("momentum", parameters)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
+        updates = torch._foreach_lerp(gradients, momenta, self.momentum)
+        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        for parameter, update in zip(parameters, updates, strict=True):
+            shape = (parameter.size(0) // counts[parameter], parameter.size(1))
+            stacks.setdefault(shape, []).append((parameter, update))
+        for shape, pairs in stacks.items():
+            same, directions = (list(tensors) for tensors in zip(*pairs, strict=True))
+            self._descend(same, directions, shape, group)
+        return None
+
+    def _descend(
+        self, parameters: list[Tensor], updates: list[Tensor], shape: tuple[int, int], group: dict[str, Any]
+    ) -> None:
+        """One step of parameters whose projections all have `shape`, along their updates made orthogonal."""
+        places = [parameter.size(0) // shape[0] for parameter in parameters]
+        dtype = working_dtype(parameters[0].device)
+        stack = torch.empty(sum(places), *shape, dtype=dtype, device=parameters[0].device)
+        torch._foreach_copy_(_by_parameter(stack, places), updates)
+        directions, scales = newton_schulz(stack), matched_scale(stack)
+        if self.by_row:
+            kept = self._kept("row_square", parameters, by_row=True)
+            second = torch.cat(kept).view(-1, shape[0])
+            scales = row_scales(directions, second, _ROW_BETA, group["eps"])
+            torch._foreach_copy_(kept, _by_parameter(second, places))
+        weights = torch.cat(parameters).view(-1, *shape)
+        descend(weights, directions, scales, group["lr"], group["weight_decay"], self.cautious)
+        torch._foreach_copy_(parameters, _by_parameter(weights, places))
+
+
+def _by_parameter(stack: Tensor, places: list[int]) -> list[Tensor]:
+    """The parts of a stack [S, m, ...] that belong to parameters with so many projections each, [places * m, ...]."""
+    return [part.flatten(0, 1) for part in stack.split(places)]

@@ -19,15 +19,17 @@ from training.ema import Ema
 from training.optimizers import (
     OPTIMIZERS,
     Lamb,
+    MatrixOptions,
     OptimizerKind,
     clip_gradients,
     load_named_state,
     make_optimizer,
     named_state,
+    optimizer_kind,
     parameter_groups,
+    set_rates,
     takes_over,
 )
-from training.schedules import learning_rate
 
 SETTINGS = {"lr": 0.02, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -176,8 +178,55 @@ def test_state_of_another_model_is_refused():
         load_named_state(optimizer, model, {}, 1)
 
 
-def test_names_of_optimizers_are_the_choices_of_the_flag():
-    assert FIELDS["optimizer"].metadata["choices"] == tuple(OPTIMIZERS)
+def test_names_of_optimizers_are_those_that_the_flag_takes():
+    [rule] = FIELDS["optimizer"].metadata["rules"]
+    assert all(rule.holds(name) and f"{name}, " in rule.text.replace(" or", ",") for name in OPTIMIZERS)
+    assert rule.holds("torch.optim.NAdam")
+    assert not rule.holds("sgd")
+
+
+@pytest.mark.parametrize("name", ["NAdam", "RAdam", "SGD", "Adafactor", "ASGD"])
+def test_any_optimizer_by_its_dotted_name_goes_on_exactly(name: str):
+    model = make_model()
+    optimizer = make_optimizer(model, f"torch.optim.{name}", **SETTINGS)
+    assert type(optimizer) is getattr(torch.optim, name)
+    untaken = {"SGD": ("betas", "eps"), "Adafactor": ("betas", "eps"), "ASGD": ("betas", "eps")}
+    assert optimizer_kind(f"torch.optim.{name}").untaken == untaken.get(name, ())
+    expected = {"NAdam": {"betas": (0.9, 0.98)}, "SGD": {"momentum": 0.9}, "Adafactor": {"eps": (None, 1e-3)}}
+    assert expected.get(name, {}).items() <= optimizer.param_groups[0].items()
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    train(model, optimizer, range(3))
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    saved = {key: value.clone() for key, value in named_state(optimizer, model).items()}
+    train(model, optimizer, range(3, 6))
+    other = make_model(seed=1)
+    other.load_state_dict(weights)
+    resumed = make_optimizer(other, f"torch.optim.{name}", **SETTINGS)
+    load_named_state(resumed, other, saved, 3)
+    train(other, resumed, range(3, 6))
+    for parameter, same in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter, same)
+
+
+def test_rates_and_weight_decay_by_role():
+    model = make_model()
+    rates, decays = {"embedding": 0.5, "head": 2.0}, {"mlp": 3.0}
+    optimizer = make_optimizer(model, "adamw", **SETTINGS, rates=rates, decays=decays)
+    set_rates(optimizer, 0.1, decay_factor=0.5)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {
+        names[p]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
+    }
+    assert found.keys() == set(names.values())
+    for name, values in found.items():
+        role = model.role_of(name)
+        decay = 0.0 if "bias" in name or "layer_norm" in name else 0.05 * decays.get(role, 1)
+        assert values == pytest.approx((0.1 * rates.get(role, 1), decay)), name
+    with pytest.raises(ValueError, match="there is no role 'embeddings'; the model has attention, dwa, "):
+        make_optimizer(model, "lamb", **SETTINGS, rates={"embeddings": 0.5})
+    muon = make_optimizer(model, "muon", **SETTINGS, matrices=MatrixOptions(rate=0.1), rates={"mlp": 0.5})
+    factors = {group["rate_factor"] for group in muon.param_groups if "projections" in group}
+    assert factors == {0.1, 0.05}
 
 
 def test_any_state_is_restored_as_it_was(monkeypatch):
@@ -189,7 +238,9 @@ def test_any_state_is_restored_as_it_was(monkeypatch):
     train(model, optimizer, range(4))
     saved = {key: value.clone() for key, value in named_state(optimizer, model).items()}
     names = [name for name, _ in model.named_parameters()]
-    assert saved.keys() == {f"{entry}/{name}" for entry in ("norms", "scale", "int:count") for name in names}
+    of_parameters = {f"{entry}/{name}" for entry in ("norms", "scale", "int:count") for name in names}
+    assert saved.keys() == of_parameters | {"float:d/group:0", "float:d/group:1"}
+    assert float(saved["float:d/group:1"]) == pytest.approx(1.1**4)
 
     other = make_model(seed=1)
     other.load_state_dict(model.state_dict())
@@ -206,6 +257,7 @@ def test_any_state_is_restored_as_it_was(monkeypatch):
         train(each, its, range(4, 7))
     for parameter, expected in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(parameter, expected)
+    assert resumed.param_groups[0]["d"] == optimizer.param_groups[0]["d"]
     with pytest.raises(ValueError, match="differ in norms/nowhere"):
         load_named_state(resumed, other, saved | {"norms/nowhere": torch.zeros(3)}, 4)
 
@@ -229,41 +281,24 @@ def test_only_optimizers_of_adams_moments_take_over_from_each_other(monkeypatch)
     assert taken == {("lamb", "lamb"), ("lamb", "adamw"), ("adamw", "lamb"), ("adamw", "adamw"), ("odd", "odd")}
 
 
-# As another optimizer of the table: under its own name it would have to be written there.
-_TRAINS_ODDLY = """
-import sys
-sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-from helpers.odd_optimizer import OddOptimizer
-from training.optimizers import OPTIMIZERS, OptimizerKind
-OPTIMIZERS["adamw"] = OptimizerKind(OddOptimizer)
-import {script}
-from training.sinks import leave
-leave({script}.main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.slow
-def test_run_with_any_state_resumes_on_one_rank_and_on_two(tmp_path):
+def test_run_with_any_state_resumes_on_one_rank_and_on_two(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     inputs = make_inputs(tmp_path / "inputs")
-    scripts = {ranks: tmp_path / f"train_{ranks}.py" for ranks in (0, 2)}
-    for ranks, script in scripts.items():
-        name = "train_multi_gpu" if ranks else "train_single_gpu"
-        script.write_text(_TRAINS_ODDLY.format(root=str(ROOT), script=name))
 
-    def arguments(folder: str) -> list[str]:
-        return flags(inputs, tmp_path / folder, optimizer="adamw", max_steps=8, save_every=4, validate_every=0)
-
-    def end(folder: str) -> dict[str, torch.Tensor]:
+    def train_in(folder: str, ranks: int = 0) -> dict[str, torch.Tensor]:
+        options = {"optimizer": "helpers.odd_optimizer.OddOptimizer", "learning_rate_by_role": "embedding=0.5"}
+        run(flags(inputs, tmp_path / folder, **options, max_steps=8, save_every=4, validate_every=0), ranks)
         checkpoint = open_checkpoint(tmp_path / folder / "run" / "checkpoints" / "step_00000008")
         return checkpoint.tensors("model") | checkpoint.tensors("optimizer")
 
-    run(arguments("whole"), script=scripts[0])
-    for folder, ranks in (("one", 0), ("two", 2)):
+    whole = train_in("whole")
+    for folder in ("one", "two"):
         shutil.copytree(tmp_path / "whole", tmp_path / folder)
         shutil.rmtree(tmp_path / folder / "run" / "checkpoints" / "step_00000008")
-        run(arguments(folder), ranks, script=scripts[ranks])
-    whole, one, two = (end(folder) for folder in ("whole", "one", "two"))
+    one, two = train_in("one"), train_in("two", 2)
     assert any(key.startswith("int:count/") for key in whole)
+    assert "float:d/group:2" in whole
     assert whole.keys() == one.keys() == two.keys()
     for key, value in whole.items():
         assert torch.equal(one[key], value), key
@@ -271,8 +306,14 @@ def test_run_with_any_state_resumes_on_one_rank_and_on_two(tmp_path):
 
 
 def test_unknown_optimizer():
-    with pytest.raises(ValueError, match='--optimizer is "sgd"; choose "lamb" or "adamw" or "muon"'):
-        make_optimizer(make_model(), "sgd", **SETTINGS)
+    for name, message in (
+        ("sgd", "--optimizer is 'sgd': .*; choose lamb, adamw, muon, normuon or one such as torch.optim.NAdam"),
+        ("torch.optim.Nadam", "has no attribute 'Nadam'"),
+        ("no_such_package.Prodigy", "No module named 'no_such_package'"),
+        ("torch.nn.Linear", "'torch.nn.Linear', which is no subclass of torch.optim.Optimizer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_optimizer(make_model(), name, **SETTINGS)
 
 
 def test_clipping_is_by_the_norm_of_all_gradients():
@@ -383,17 +424,6 @@ def test_ema_state_goes_on_exactly():
         other.load_state_dict(state | {name: torch.zeros(1)})
     with pytest.raises(ValueError, match="outside"):
         Ema(model, 1.5)
-
-
-# Learning rate
-
-
-def test_learning_rate_at_the_edges():
-    assert [learning_rate(step, 10, 2.0, 0.0, 0.0) for step in (0, 10, 11)] == [2.0, 0.0, 0.0]
-    assert learning_rate(9, 10, 2.0, 0.0, 0.0) > 0.2
-    assert [learning_rate(step, 4, 1.0, 0.5, 0.5) for step in range(4)] == [0.0, 0.5, 0.1, 0.05]
-    assert [learning_rate(step, 2, 3.0, 1.0, 0.0) for step in range(2)] == [0.0, 1.5]
-    assert all(0 < learning_rate(step, 100, 1.0, 0.016, 0.016) <= 1 for step in range(1, 100))
 
 
 @pytest.mark.slow

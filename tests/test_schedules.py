@@ -51,6 +51,14 @@ def test_schedules_without_warm_up_or_with_nothing_else(name: str):
     assert rates(name, warmup_proportion="4", cooldown_proportion="8", decay_proportion="10") == rates(name)
 
 
+def test_learning_rate_at_the_edges():
+    assert [learning_rate(step, 10, 2.0, 0.0, 0.0) for step in (0, 10, 11)] == [2.0, 0.0, 0.0]
+    assert learning_rate(9, 10, 2.0, 0.0, 0.0) > 0.2
+    assert [learning_rate(step, 4, 1.0, 0.5, 0.5) for step in range(4)] == [0.0, 0.5, 0.1, 0.05]
+    assert [learning_rate(step, 2, 3.0, 1.0, 0.0) for step in range(2)] == [0.0, 1.5]
+    assert all(0 < learning_rate(step, 100, 1.0, 0.016, 0.016) <= 1 for step in range(1, 100))
+
+
 def test_weight_decay_moves_linearly():
     assert [0.4 * decay_factor(step, 4, 0.4, 0.1) for step in range(4)] == pytest.approx([0.4, 0.325, 0.25, 0.175])
     assert decay_factor(3, 4, 0.4, -1.0) == 1.0

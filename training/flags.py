@@ -11,10 +11,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from data.flag_rules import (
     DECAY,
+    FACTORS,
     FOLDER_NAME,
     FRACTION,
     LENGTH,
@@ -44,6 +46,7 @@ class ConfigError(UserError):
     """A setting cannot be used; the message names the flag, its value and what would be right."""
 
 
+@cache
 def _optimizer_names() -> tuple[str, ...]:
     """The names in the table of training/optimizers.py: read and not imported, since flags are also parsed where there
     is no torch (slurm/requeue.py)."""
@@ -213,9 +216,23 @@ class Flags:
     )
     optimizer: str = _flag(
         "lamb",
-        "update rule; muon and normuon are for the matrices of hidden layers, beside --rest_optimizer",
+        f"update rule: {', '.join(_optimizer_names())}, or any by its dotted name, such as torch.optim.NAdam; muon and "
+        "normuon are for the matrices of hidden layers, beside --rest_optimizer",
         "optimization",
-        choices=_optimizer_names(),
+        Rule(
+            lambda name: name in _optimizer_names() or "." in name,
+            f"choose {', '.join(_optimizer_names())} or a dotted name such as torch.optim.NAdam",
+        ),
+    )
+    learning_rate_by_role: tuple[str, ...] = _flag(
+        (),
+        "factors of the learning rate by part of the model (embedding, attention, mlp, dwa, head), as embedding=0.5",
+        "optimization",
+        FACTORS,
+        kind=text_list,
+    )
+    weight_decay_by_role: tuple[str, ...] = _flag(
+        (), "the same of weight decay, such as attention=2,mlp=2", "optimization", FACTORS, kind=text_list
     )
     rest_optimizer: str = _flag(
         "adamw",

@@ -37,6 +37,7 @@ from model import ModelConfig, ModelConfigError
 from training.checkpoint import training_flags
 from training.config import LATER_FLAGS, ConfigError, TrainingConfig, later_flag
 from training.distributed import World
+from training.optimizers import optimizer_kind
 from training.run_dir import RunView
 from training.schedules import OPEN_ENDED, due, steps_of
 
@@ -228,6 +229,10 @@ def _with_later_flags(config: TrainingConfig) -> TrainingConfig:
 def read_inputs(config: TrainingConfig) -> Inputs:
     """Open and check all files. Raises ValueError (ConfigError, CorpusError, ShardError), each one sentence."""
     config = _with_later_flags(config)
+    try:
+        optimizer_kind(config.optimizer)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     text, special = _read_tokenizer(config)
     config = dataclasses.replace(config, special_tokens=str(special))
     try:

@@ -1,11 +1,11 @@
-"""LAMB as published with GPT-BERT, AdamW, Muon, NorMuon, gradient clipping, and optimizer state by parameter name."""
+"""Which optimizer updates which parameters, at which rates; gradient clipping; optimizer state by parameter name."""
 
 from __future__ import annotations
 
 import inspect
-import json
-import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,168 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from model_protocol import PretrainingModel
-from ops import muon
+from ops.lamb import Lamb
 from ops.lamb_cuda import FusedLamb, Settings, Tensors, available, fits
+from ops.muon import Muon
 from ops.reference import reference_chosen
 from training.ema import Ema
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_ROW_BETA = 0.95  # of NorMuon's mean squares: the beta2 of its paper
+_GROUP = "group:"  # and its number: stands where else a parameter's name does
+# Of a group what flags and schedules give: not state.
+_GIVEN = {"params", "lr", "betas", "eps", "weight_decay", "momentum", "rate_factor", "first_decay"}
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # in this order: a bool is an int, too
-
-
-class Lamb(torch.optim.Optimizer):
-    """LAMB (You et al., 2020) in the variant of the published GPT-BERT runs; golden/ pins its numbers.
-
-        m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2
-        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w
-        w = w - lr * trust * u,   trust = |w| / |u| for each tensor, 1 where either norm is 0
-
-    Moments are bias-corrected, norms are not clamped, and a group without weight decay (biases, layer norms) has
-    trust 1, which makes its update Adam's. The step t is counted per group, in group["step"].
-    """
-
-    # Without the decorator by which Optimizer keeps torch.compile out of them: it imports the compiler to do so, which
-    # takes nearly as long as importing torch, in processes that compile nothing as well.
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-2,
-        betas: tuple[float, float] = (0.9, 0.98),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
-    ) -> None:
-        """params: parameters, or groups of them as dicts. Raises ValueError on settings out of range."""
-        if not lr >= 0:
-            raise ValueError(f"LAMB's lr is {lr}; it must be at least 0.")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"LAMB's betas are {betas}; each must be at least 0 and below 1.")
-        if not eps > 0:
-            raise ValueError(f"LAMB's eps is {eps}; it must be above 0.")
-        if not weight_decay >= 0:
-            raise ValueError(f"LAMB's weight_decay is {weight_decay}; it must be at least 0.")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, without waiting for the device.
-
-        On CUDA training takes these steps by ops/lamb_cuda.py instead (see training/optimizers.py).
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            group["step"] += 1
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters:
-                self.update(parameters, group)
-        return loss
-
-    def moments(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """First and second moments of `parameters`; those of a parameter that never took a step are zeros."""
-        first, second = (self._kept(name, parameters) for name in _MOMENTS)
-        return first, second
-
-    def _kept(self, entry: str, parameters: list[Tensor], by_row: bool = False) -> list[Tensor]:
-        """What is kept of each of `parameters` as `entry`, zeros at first: of its shape, or one number a row."""
-        for parameter in parameters:
-            if entry not in self.state[parameter]:
-                like = parameter[:, 0] if by_row else parameter
-                self.state[parameter][entry] = torch.zeros_like(like, memory_format=torch.contiguous_format)
-        return [self.state[parameter][entry] for parameter in parameters]
-
-    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Take a step with parameters of a group, which have gradients."""
-        beta1, beta2 = group["betas"]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        first, second = self.moments(parameters)
-        torch._foreach_lerp_(first, gradients, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-
-        denominators = torch._foreach_sqrt(second)
-        torch._foreach_div_(denominators, math.sqrt(1 - beta2 ** group["step"]))
-        torch._foreach_add_(denominators, group["eps"])
-        updates = torch._foreach_div(first, denominators)
-        del denominators
-        torch._foreach_div_(updates, 1 - beta1 ** group["step"])
-        if group["weight_decay"] > 0:
-            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
-        if group["weight_decay"] > 0 and group.get("trust", True):
-            weight_norms = torch.stack(torch._foreach_norm(parameters))
-            update_norms = torch.stack(torch._foreach_norm(updates))
-            defined = (weight_norms > 0) & (update_norms > 0)
-            trust = torch.where(defined, weight_norms / update_norms, torch.ones_like(weight_norms))
-            torch._foreach_mul_(updates, list(trust.unbind()))
-        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
-
-
-class Muon(Lamb):
-    """Muon (Jordan et al., 2024) or NorMuon (Li et al., arXiv 2510.05491) for groups of matrices; others as they say.
-
-        M = momentum M + (1 - momentum) G,   D = newton_schulz((1 - momentum) G + momentum M)
-        W = W - lr (scale D + weight_decay W),   scale so that the entries of scale D have the root mean square 0.2
-
-    NorMuon divides each row of D (an output neuron) by the root of a running mean of its squares first. With that scale
-    rates and weight decay are about AdamW's (arXiv 2502.16982). ops/muon.py has the formulas.
-
-    A group is one of matrices if it has "projections": how many projections lie one above the other in each of its
-    parameters, which are orthogonalised one by one. Other groups take LAMB's step, or with "trust" False AdamW's.
-    """
-
-    def __init__(
-        self, params: Iterable[Any], momentum: float = 0.95, by_row: bool = False, cautious: bool = False, **rest: Any
-    ) -> None:
-        """by_row: NorMuon. cautious: weight decay of matrices only where the update agrees. rest: as for Lamb."""
-        super().__init__(params, **rest)
-        self.momentum, self.by_row, self.cautious = momentum, by_row, cautious
-
-    @torch.no_grad()
-    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Take a step with parameters of a group, which have gradients: matrices of one shape all at once."""
-        if "projections" not in group:
-            return super().update(parameters, group)
-        counts = dict(zip(group["params"], group["projections"], strict=True))
-        momenta = self._kept("momentum", parameters)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
-        updates = torch._foreach_lerp(gradients, momenta, self.momentum)
-        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        for parameter, update in zip(parameters, updates, strict=True):
-            shape = (parameter.size(0) // counts[parameter], parameter.size(1))
-            stacks.setdefault(shape, []).append((parameter, update))
-        for shape, pairs in stacks.items():
-            same, directions = (list(tensors) for tensors in zip(*pairs, strict=True))
-            self._descend(same, directions, shape, group)
-        return None
-
-    def _descend(
-        self, parameters: list[Tensor], updates: list[Tensor], shape: tuple[int, int], group: dict[str, Any]
-    ) -> None:
-        """One step of parameters whose projections all have `shape`, along their updates made orthogonal."""
-        places = [parameter.size(0) // shape[0] for parameter in parameters]
-        dtype = muon.working_dtype(parameters[0].device)
-        stack = torch.empty(sum(places), *shape, dtype=dtype, device=parameters[0].device)
-        torch._foreach_copy_(_by_parameter(stack, places), updates)
-        directions, scales = muon.newton_schulz(stack), muon.matched_scale(stack)
-        if self.by_row:
-            kept = self._kept("row_square", parameters, by_row=True)
-            second = torch.cat(kept).view(-1, shape[0])
-            scales = muon.row_scales(directions, second, _ROW_BETA, group["eps"])
-            torch._foreach_copy_(kept, _by_parameter(second, places))
-        weights = torch.cat(parameters).view(-1, *shape)
-        muon.descend(weights, directions, scales, group["lr"], group["weight_decay"], self.cautious)
-        torch._foreach_copy_(parameters, _by_parameter(weights, places))
-
-
-def _by_parameter(stack: Tensor, places: list[int]) -> list[Tensor]:
-    """The parts of a stack [S, m, ...] that belong to parameters with so many projections each, [places * m, ...]."""
-    return [part.flatten(0, 1) for part in stack.split(places)]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -187,6 +36,28 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     for name, parameter in model.named_parameters():
         (others if "bias" in name or "layer_norm" in name else decayed).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def split_by_role(
+    groups: list[dict[str, Any]], model: nn.Module, rates: Mapping[str, float], decays: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Groups by role of their parameters in the model, where factors of its rate or weight decay are not 1.
+
+    rates, decays: factors by role. Raises ValueError for a role that the model has not.
+    """
+    if not rates and not decays:
+        return groups
+    assert isinstance(model, PretrainingModel)
+    roles = {parameter: model.role_of(name) for name, parameter in model.named_parameters()}
+    if unknown := (rates.keys() | decays.keys()) - set(roles.values()):
+        raise ValueError(f"there is no role {min(unknown)!r}; the model has {', '.join(sorted(set(roles.values())))}.")
+    split: dict[tuple[int, float, float], dict[str, Any]] = {}
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            rate, decay = (factors.get(roles[parameter], 1.0) for factors in (rates, decays))
+            new = {"rate_factor": rate, "weight_decay": group["weight_decay"] * decay}
+            split.setdefault((number, rate, decay), {**group, **new, "params": []})["params"].append(parameter)
+    return list(split.values())
 
 
 def _adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
@@ -205,9 +76,7 @@ class MatrixOptions(NamedTuple):
     rest: str = "adamw"
 
 
-def _with_matrices(
-    groups: list[dict[str, Any]], model: nn.Module, lr: float, options: MatrixOptions
-) -> list[dict[str, Any]]:
+def _with_matrices(groups: list[dict[str, Any]], model: nn.Module, options: MatrixOptions) -> list[dict[str, Any]]:
     """The groups, with one more for the matrices of hidden layers that they hold, for Muon."""
     matrices = model.hidden_matrices() if isinstance(model, PretrainingModel) else {}
     if not matrices:
@@ -219,7 +88,7 @@ def _with_matrices(
         split.append(group | {"params": rest, "trust": options.rest == "lamb"})
         if hidden:
             projections = [matrices[parameter] for parameter in hidden]
-            rate = {"rate_factor": options.rate, "lr": lr * options.rate}
+            rate = {"rate_factor": group.get("rate_factor", 1.0) * options.rate}
             split.append(group | rate | {"params": hidden, "projections": projections})
     return [group for group in split if group["params"]]
 
@@ -229,12 +98,14 @@ class OptimizerKind(NamedTuple):
 
     moments: whether its state is Adam's, so that others of this kind can take it over when a run branches off.
     matrices: whether it is told which parameters are matrices of hidden layers (`_with_matrices`).
+    untaken: which of those settings it has no use for.
     """
 
     make: Callable[..., torch.optim.Optimizer]
     defaults: Mapping[str, Any] = MappingProxyType({})
     moments: bool = False
     matrices: bool = False
+    untaken: tuple[str, ...] = ()
 
 
 # What --optimizer may name; training/flags.py reads the names from here.
@@ -246,6 +117,43 @@ OPTIMIZERS = {
 }
 
 
+def optimizer_kind(name: str) -> OptimizerKind:
+    """An optimizer by its name in OPTIMIZERS, or any by its dotted name. Raises ValueError where there is none."""
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        known = ", ".join(OPTIMIZERS)
+        raise ValueError(f"--optimizer is {name!r}: {error}; choose {known} or one such as torch.optim.NAdam") from None
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ValueError(f"--optimizer is {name!r}, which is no subclass of torch.optim.Optimizer")
+    settings = {"lr": 1.0, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    untaken = tuple(sorted(settings.keys() - taken_settings(found, settings).keys()))
+    return OptimizerKind(partial(_any_optimizer, found), untaken=untaken)
+
+
+def taken_settings(made: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings lr, betas, eps and weight_decay that an optimizer's __init__ takes, as it takes them.
+
+    One without betas may have a momentum, which is then the first of them; eps other than one number is its own affair.
+    """
+    takes = inspect.signature(made).parameters
+    if "momentum" in takes and "betas" not in takes:
+        settings = {**settings, "momentum": settings["betas"][0]}
+    if "eps" in takes and not isinstance(takes["eps"].default, float | int):
+        settings = {key: value for key, value in settings.items() if key != "eps"}
+    return {key: value for key, value in settings.items() if key in takes}
+
+
+def _any_optimizer(made: Callable[..., Any], groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    """An optimizer of another package, in torch's fused form where it has one for the device."""
+    fused = "fused" in inspect.signature(made).parameters
+    on_cuda = all(parameter.is_cuda for group in groups for parameter in group["params"])
+    return made(groups, **taken_settings(made, settings), **({"fused": True} if fused and on_cuda else {}))
+
+
 def make_optimizer(
     model: nn.Module,
     name: str,
@@ -254,19 +162,20 @@ def make_optimizer(
     eps: float,
     weight_decay: float,
     matrices: MatrixOptions | None = None,
+    rates: Mapping[str, float] = MappingProxyType({}),
+    decays: Mapping[str, float] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
-    """The optimizer `name` of OPTIMIZERS over the model's parameter groups, where the model's weights are.
+    """The optimizer `name` (`optimizer_kind`) over the model's parameter groups, where the model's weights are.
 
-    A group's rate is lr times its "rate_factor", where it has one. matrices: for Muon.
+    A group's rate is lr times its "rate_factor", where it has one. matrices: for Muon. rates, decays: factors by role.
     """
-    if name not in OPTIMIZERS:
-        raise ValueError(f'--optimizer is "{name}"; choose {" or ".join(map(json.dumps, OPTIMIZERS))}.')
-    kind, groups = OPTIMIZERS[name], parameter_groups(model, weight_decay)
+    kind, groups = optimizer_kind(name), split_by_role(parameter_groups(model, weight_decay), model, rates, decays)
     further = dict(kind.defaults)
     if kind.matrices:
         matrices = matrices or MatrixOptions()
-        groups = _with_matrices(groups, model, lr, matrices)
+        groups = _with_matrices(groups, model, matrices)
         further |= {"momentum": matrices.momentum, "cautious": matrices.cautious}
+    groups = [group | {"lr": lr * group.get("rate_factor", 1.0)} for group in groups]
     return kind.make(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **further)
 
 
@@ -295,7 +204,8 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """What the optimizer keeps of each parameter, as tensors "ENTRY/NAME" (not copies); empty before the first step.
 
-    Python's numbers become tensors "int:ENTRY/NAME". With the number of steps done this is the whole state, and it does
+    Python's numbers become tensors "int:ENTRY/NAME". What an optimizer by its dotted name keeps of a group, such as
+    Prodigy its d, is "float:d/group:0". With the number of steps done this is the whole state, and it does
     not depend on the order of parameters. Raises TypeError for what is neither tensor nor number.
     """
     tensors: dict[str, Tensor] = {}
@@ -303,14 +213,24 @@ def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str,
         for entry, value in optimizer.state.get(parameter, {}).items():
             if entry == "step" and isinstance(optimizer, torch.optim.AdamW):
                 continue  # the number of steps done
-            kind = next((kind for kind in _NUMBERS if isinstance(value, kind)), None)
-            if isinstance(value, Tensor):
-                tensors[f"{entry}/{name}"] = value
-            elif kind is not None:
-                tensors[f"{kind.__name__}:{entry}/{name}"] = torch.tensor(value, dtype=_NUMBERS[kind])
-            elif value is not None:
+            if not _add(tensors, entry, name, value):
                 raise TypeError(f"the optimizer keeps {entry!r} of {name} as {type(value).__name__}: cannot be saved")
+    if tensors and not isinstance(optimizer, Lamb | torch.optim.AdamW):
+        for number, group in enumerate(optimizer.param_groups):
+            for entry in sorted(group.keys() - _GIVEN):
+                if not isinstance(group[entry], bool):  # a setting
+                    _add(tensors, entry, f"{_GROUP}{number}", group[entry])
     return tensors
+
+
+def _add(tensors: dict[str, Tensor], entry: str, name: str, value: Any) -> bool:
+    """Add a value as a tensor; whether it is one that can be."""
+    kind = next((kind for kind in _NUMBERS if isinstance(value, kind)), None)
+    if isinstance(value, Tensor):
+        tensors[f"{entry}/{name}"] = value
+    elif kind is not None:
+        tensors[f"{kind.__name__}:{entry}/{name}"] = torch.tensor(value, dtype=_NUMBERS[kind])
+    return isinstance(value, Tensor) or kind is not None or value is None
 
 
 def load_named_state(
@@ -332,7 +252,8 @@ def load_named_state(
         else:
             states.setdefault(name, {})[entry] = saved
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
+    for number, group in enumerate(optimizer.param_groups):
+        group.update(states.get(f"{_GROUP}{number}", {}))
         if "step" in group:
             group["step"] = step
         on_device = group.get("fused") or group.get("capturable")  # where torch's optimizers count their steps
@@ -352,12 +273,13 @@ def _check_names(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> None:
     """Raises ValueError where saved state is not of these parameters; of Adam's moments none may be missing."""
-    odd = {key for key in tensors if key.rpartition("/")[2] not in parameters}
+    known = {*parameters, *(f"{_GROUP}{number}" for number in range(len(optimizer.param_groups)))}
+    odd = {key for key in tensors if key.rpartition("/")[2] not in known}
     if isinstance(optimizer, Lamb | torch.optim.AdamW):
-        matrices = {p for group in optimizer.param_groups if "projections" in group for p in group["params"]}
-        of_matrices = ("momentum", "row_square")[: 1 + getattr(optimizer, "by_row", False)]
-        entries = {name: of_matrices if p in matrices else _MOMENTS for name, p in parameters.items()}
-        odd = tensors.keys() ^ {f"{entry}/{name}" for name, its in entries.items() for entry in its}
+        names = {parameter: name for name, parameter in parameters.items()}
+        kept = optimizer.entries if isinstance(optimizer, Lamb) else lambda group: _MOMENTS
+        groups = optimizer.param_groups
+        odd = tensors.keys() ^ {f"{e}/{names[p]}" for group in groups for p in group["params"] for e in kept(group)}
     if odd:
         raise ValueError(f"the saved optimizer state and the model differ in {min(odd)}; they are of different models.")
     for key, saved in tensors.items():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from data.counter_rng import fold
+from data.flag_rules import factors
 from data.masking import MaskingOptions
 from model import ModelConfig
 from model_extra import build_model
@@ -64,20 +65,7 @@ class TrainState:
         """
         model = _initial_model(config, model_config, checkpoint)
         broadcast_parameters(model.to(world.device).train(), world)
-        optimizer = make_optimizer(
-            model,
-            config.optimizer,
-            lr=config.learning_rate,
-            betas=(config.optimizer_beta1, config.optimizer_beta2),
-            eps=config.optimizer_eps,
-            weight_decay=config.weight_decay,
-            matrices=MatrixOptions(
-                (config.matrix_learning_rate or config.learning_rate) / config.learning_rate,
-                config.matrix_momentum,
-                config.cautious_weight_decay,
-                config.rest_optimizer,
-            ),
-        )
+        optimizer = _optimizer(config, model)
         ema = Ema(model, config.ema_decay)
         if checkpoint is not None:
             if takes_over(config.optimizer, checkpoint.record["flags"].get("optimizer", config.optimizer)):
@@ -93,6 +81,21 @@ class TrainState:
         update = OptimizerStep(model, optimizer, ema, config.max_gradient or math.inf)
         step = 0 if checkpoint is None else checkpoint.step
         return cls(step, world, model, gradients, optimizer, ema, update, forward_backward)
+
+
+def _optimizer(config: TrainingConfig, model: PretrainingModel) -> torch.optim.Optimizer:
+    """The optimizer that the flags ask for. Raises ConfigError."""
+    peak = config.learning_rate
+    of_matrices = (config.matrix_learning_rate or peak) / peak
+    matrices = MatrixOptions(of_matrices, config.matrix_momentum, config.cautious_weight_decay, config.rest_optimizer)
+    betas = (config.optimizer_beta1, config.optimizer_beta2)
+    by_role = factors(config.learning_rate_by_role), factors(config.weight_decay_by_role)
+    try:
+        return make_optimizer(
+            model, config.optimizer, peak, betas, config.optimizer_eps, config.weight_decay, matrices, *by_role
+        )
+    except (TypeError, ValueError) as error:  # of another package, perhaps
+        raise ConfigError(f"--optimizer {config.optimizer} cannot be made: {error}") from error
 
 
 def _initial_model(

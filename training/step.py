@@ -166,8 +166,7 @@ def norms_by_role(model: PretrainingModel) -> dict[str, torch.Tensor]:
     """Norms of parameters and of their gradients (before clipping), by the part of the model."""
     groups: dict[str, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        role = next((role for key, role in model.roles.items() if key in name), "other")
-        groups.setdefault(role, []).append(parameter)
+        groups.setdefault(model.role_of(name), []).append(parameter)
     norms = {}
     for role, parameters in groups.items():
         gradients = [p.grad for p in parameters if p.grad is not None]

@@ -25,6 +25,7 @@ from training.config import TrainingConfig
 from training.distributed import World
 from training.forward_backward import graph_obstacle
 from training.inputs import Inputs
+from training.optimizers import optimizer_kind
 from training.run_dir import origin
 from training.schedules import steps_of
 
@@ -317,6 +318,8 @@ def _optimizer_line(config: TrainingConfig) -> str:
             f"{config.optimizer} for matrices of hidden layers, peak learning rate {of_matrices:g}"
             f" (others: {config.rest_optimizer}, {config.learning_rate:g})"
         )
+    if untaken := optimizer_kind(config.optimizer).untaken:
+        rules += f" (takes no {' and no '.join(untaken)})"
     return f"{rules}, EMA {config.ema_decay:g}" + " with a warm-up" * bool(config.ema_warmup)
 
 
