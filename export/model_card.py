@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic_io import json_object
+from data.ledger import ledger_rows
 from training.checkpoint import Checkpoint
 from training.config import FIELDS
 from training.metric_logger import read_metrics
@@ -92,6 +93,7 @@ def model_card(
         + (" These are the exponentially averaged weights." if ema else ""),
         _usage(place),
         _training(records),
+        _ledger(records.checkpoint.get("ledger")),
         _results(records, ema),
         _limits(records),
     ]
@@ -157,6 +159,14 @@ def _training(records: Records) -> str:
     # Flags that a resumed run may change say where files lie or how a run is watched, and nothing about the model.
     rows = [(key, json.dumps(value)) for key, value in flags.items() if key in FIELDS and FIELDS[key].metadata["fixed"]]
     return "\n".join(lines) + "\n\n" + _table(("hyperparameter", "value"), rows)
+
+
+def _ledger(ledger: Mapping[str, Any] | None) -> str:
+    """What training had used of each source."""
+    if not ledger:
+        return ""
+    note = "The last columns are repetitions by objective; tokens include those that open and close documents."
+    return f"## Data used\n\n{_table(*ledger_rows(ledger))}\n\n{note}"
 
 
 def _results(records: Records, ema: bool) -> str:

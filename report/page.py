@@ -15,7 +15,7 @@ import numpy as np
 from report.charts import Chart, axes_of, hue_of, is_set, pair_names, run_colour, sections, spoken
 from report.metrics import objectives, short_number
 from report.runs import Run
-from report.tables import MISSING, configuration, environment, restarts, samples, table
+from report.tables import MISSING, configuration, environment, ledgers, restarts, samples, table
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -93,6 +93,7 @@ def contents(runs: list[Run], charts: dict[str, list[Chart]]) -> list[tuple[str,
         ("schedules", "Schedules", chart_section(charts["schedules"], runs)),
         ("speed", "Speed and memory", chart_section(charts["speed"], runs)),
         ("stability", "Stability", chart_section(charts["stability"], runs)),
+        ("data-used", "Data used", guarded(ledgers, runs)),
         ("restarts", "Restarts", guarded(restarts, runs)),
         ("configuration", "Configuration", guarded(configuration, runs)),
         ("environment", "Environment", guarded(environment, runs)),

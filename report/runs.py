@@ -16,7 +16,7 @@ import numpy as np
 
 from data.atomic_io import json_object, json_objects
 from report.metrics import Metrics, ReportError, load_all_metrics, to_array
-from training.status import SAMPLES
+from training.status import LEDGER, SAMPLES
 
 MAX_POINTS = 1000  # of a line in the page
 _LARGEST_JSON = 20_000_000  # bytes of a result file that is read
@@ -41,6 +41,7 @@ class Run:
     config: config.json, {} without one. status: status.json, likewise. starts: in order of time.
     pairs: newest minimal-pair accuracy in [0, 1] by (mode, name). samples: sample completions as written by
     evaluation/samples.py, newest last. hours: step -> hours of training up to it, validation and saving left out.
+    ledger: ledger.json, {} without one.
     """
 
     metrics: Metrics
@@ -50,6 +51,7 @@ class Run:
     pairs: dict[tuple[str, str], float] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
     hours: dict[int, float] = field(default_factory=dict)
+    ledger: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -107,6 +109,7 @@ def _read_run(metrics: Metrics, folder: Path) -> Run:
         pairs=newest_pairs(metrics) | pairs_in_files(folder),
         samples=json_objects(folder / SAMPLES),
         hours=training_hours(metrics),
+        ledger=read_object(folder / LEDGER),
     )
 
 

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from data.ledger import ledger_rows
 from report.runs import Run
 from training.config import FIELDS
 
@@ -54,6 +55,22 @@ def restarts(runs: Sequence[Run]) -> str:
             rows.append([*cells, outcome])
         head = ["Start", "Time", "From step", "Devices", "Host", *(["SLURM job"] if jobs else []), "Then"]
         parts.append(heading(run, runs) + table(head, rows))
+    return "".join(parts)
+
+
+# Data used
+
+
+def ledgers(runs: Sequence[Run]) -> str:
+    """What the newest checkpoint of each run has used of each source; "" without ledgers."""
+    parts = []
+    for run in runs:
+        if not run.ledger:
+            continue
+        head, rows = ledger_rows(run.ledger)
+        note = f"Up to step {run.ledger['step']:,}. The last columns are repetitions by objective."
+        cells = [[escape(cell) for cell in row] for row in rows]
+        parts.append(f"{heading(run, runs)}<p class='muted'>{note}</p>{table(head, cells, 'numbers')}")
     return "".join(parts)
 
 

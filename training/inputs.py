@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from data.batch_schedule import BatchSchedule
 from data.corpus import Corpus
+from data.ledger import make_ledger
 from data.loader import BatchBuilder, Loader, ValidationSet
 from data.mask_rates import MaskRates
 from data.masking import MaskingOptions
@@ -80,6 +81,10 @@ class Inputs:
         config = self.config
         named = step in self.named_checkpoints and not config.save_weights_only
         return due(step, config.save_every, config.max_steps) or step in config.save_steps or named
+
+    def ledger(self, step: int) -> dict[str, Any]:
+        """What the first `step` steps use of each source (data/ledger.py)."""
+        return make_ledger(self.corpus, self.builder.mix.epochs, self.plan.objective_tokens_before(step), step)
 
     def words_after(self, step: int) -> dict[str, int]:
         """`stats/words` and `stats/NAME_words`: words seen after `step` steps; empty where they are not known."""

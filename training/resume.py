@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from data.atomic_io import write_atomically
 from data.objectives import added_objectives
 from model import ModelConfig
 from training.checkpoint import (
@@ -348,9 +349,11 @@ class Saver:
             self._name(path, names)
         self._prune(state.step)
         try:
+            ledger = json.dumps(inputs.ledger(state.step), indent=1)
+            write_atomically(self._folder.ledger, ledger.encode())
             self._status.write(RUNNING, "", state.step)
         except OSError as error:
-            self._say(f"note: {self._folder.path}/status.json cannot be written: {error.strerror}")
+            self._say(f"note: status.json and ledger.json in {self._folder.path} cannot be written: {error.strerror}")
         return True
 
     def _write(self, state: TrainState, last: bool, name: str = "") -> Path | None:
@@ -402,6 +405,7 @@ class Saver:
         inputs = self._inputs
         return {
             "tokens": inputs.plan.tokens_before(step),
+            "ledger": inputs.ledger(step),
             "hours": round(self._conditions.hours, 4),
             "flags": inputs.config.to_dict(),
             "data": inputs.data_identity,

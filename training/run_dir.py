@@ -20,7 +20,7 @@ from data.atomic_io import write_atomically
 from training.checkpoint import SaveError
 from training.config import ConfigError, TrainingConfig
 from training.environment import COMMIT_FILE, git
-from training.status import SAMPLES, checkpoint_folders, copied_from, list_checkpoints
+from training.status import LEDGER, SAMPLES, checkpoint_folders, copied_from, list_checkpoints
 from training.watchdog import FolderOwner
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +61,7 @@ class RunView:
         self.metrics = path / "metrics.jsonl"
         self.samples = path / SAMPLES
         self.config = path / "config.json"
+        self.ledger = path / LEDGER
 
     @property
     def checkpoint_folders(self) -> list[Path]:

@@ -21,6 +21,7 @@ from data.atomic_io import json_object, json_objects, write_atomically
 from training.environment import Environment
 
 SAMPLES = "samples.jsonl"  # of a run folder: what the model wrote at each validation
+LEDGER = "ledger.json"  # of a run folder: what its newest checkpoint has used of each source
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 REQUEUED = "requeued"  # SLURM was asked to start the job again, and agreed
 REQUEUE_WANTED = "requeue_wanted"  # the batch script does it: no scontrol in the container
