@@ -27,14 +27,8 @@ from data.row_shuffle import RowShuffle
 from data.stream import TokenStream
 
 _CLOSE_SECONDS = 5.0
-TENSORS = (
-    "tokens",
-    "row_keys",
-    "objective",
-    "mask_counts",
-    "origins",
-    "target_weights",
-)  # fields of RowBatch that go to the device
+# Fields of RowBatch that go to the device.
+TENSORS = ("tokens", "row_keys", "objective", "mask_counts", "origins", "target_weights")
 WEIGHT_UNITS = 1 << 23  # in which sums of weights are exact: float32 numbers from 1 on are multiples of 1 / this
 _COUNTS = ("targets", "documents")  # and those that the host keeps
 

@@ -6,6 +6,9 @@
 
 The hybrid model reads causally here, each token once. A text begins with `<s>` and ends where the model writes `</s>`;
 " ..." stands at the end of one that was still going on after --max_new_tokens.
+
+With --mode unmask it reads in both directions: --max_new_tokens masks follow the prompt and are filled in random order,
+in --steps steps, as masked diffusion does (train with --mask_rate uniform --mask_rate_loss_power 1).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from evaluation.generation import (
     generate,
     load,
     run,
+    unmask,
 )
 
 
@@ -50,6 +54,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max_new_tokens", type=int, default=64, metavar="N", help="tokens after which to stop (default: 64)"
     )
+    parser.add_argument(
+        "--mode", choices=("causal", "unmask"), default="causal",
+        help="causal: token after token; unmask: all masked at first, then filled in random order (default: causal)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps", type=int, default=0, metavar="N",
+        help="of unmask: tokens are filled in so many steps, those of a step at once (default: 0: one at a time)",
+    )  # fmt: skip
     parser.add_argument(
         "--temperature", type=float, default=0.8, metavar="X",
         help="below 1 keeps to the probable, 0 always takes the most probable token (default: 0.8)",
@@ -84,6 +96,8 @@ def answer_prompts(options: argparse.Namespace) -> None:
     for flag in ("max_new_tokens", "num_samples", "batch_size"):
         if getattr(options, flag) < 1:
             raise UsageError(f"--{flag} is {getattr(options, flag)}: give 1 or more.")
+    if not 0 <= options.steps <= options.max_new_tokens:
+        raise UsageError(f"--steps is {options.steps}: give 0 to {options.max_new_tokens} (--max_new_tokens).")
     if not 0 <= options.seed < 2**62:
         raise UsageError(f"--seed is {options.seed}: give 0 or more.")
     model = load(options.model, options.ema, options.device)
@@ -91,6 +105,10 @@ def answer_prompts(options: argparse.Namespace) -> None:
 
     def answer(*prompts: str) -> None:
         tasks = [(prompt, seed) for prompt in prompts for seed in seeds]
+        if options.mode == "unmask":
+            for prompt, seed in tasks:
+                write_unmasked(model, prompt, seed, options.max_new_tokens, options.steps, sampling)
+            return
         for start in range(0, len(tasks), options.batch_size):
             write(model, tasks[start : start + options.batch_size], options.max_new_tokens, sampling)
 
@@ -98,6 +116,13 @@ def answer_prompts(options: argparse.Namespace) -> None:
         answer(*options.prompt)
     else:
         for_each_line("--prompt", answer)
+
+
+def write_unmasked(model: LoadedModel, prompt: str, seed: int, length: int, steps: int, sampling: Sampling) -> None:
+    """Print a prompt with the tokens that `unmask` writes behind it, and a blank line."""
+    ids, generator = model.encode(prompt), torch.Generator().manual_seed(seed)
+    written = unmask(model, ids, length, steps or length, sampling, generator)
+    print(prompt + model.decode([*ids, *written])[len(model.decode(ids)) :] + "\n", flush=True)
 
 
 def write(model: LoadedModel, tasks: list[tuple[str, int]], max_new_tokens: int, sampling: Sampling) -> None:

@@ -203,6 +203,27 @@ def generate(
             rows = [rows[index] for index in unfinished]
 
 
+def unmask(
+    model: LoadedModel, prompt: list[int], length: int, steps: int, sampling: Sampling, generator: torch.Generator
+) -> list[int]:
+    """Write `length` tokens behind a prompt by unmasking, as masked diffusion does (LLaDA, arXiv 2502.09992, section
+    2.4, with tokens that stay once written); returns them.
+
+    All are masked at first. Each of `steps` (1 .. length) steps fills an equal part of them, at places drawn at random:
+    each token is sampled by itself from what the model, reading in both directions, predicts there. With as many steps
+    as tokens, that is sampling from the model in a random order.
+    """
+    mask, first = model.special_id("mask"), 1 + len(prompt)
+    forbidden = torch.tensor(model.special.special_ids, dtype=torch.int64)
+    row = model.document([*prompt, *[mask] * length])
+    order = torch.randperm(length, generator=generator).tolist()
+    for step in range(steps):
+        places = sorted(first + place for place in order[length * step // steps : length * (step + 1) // steps])
+        for place, logits in zip(places, model.logits(row, [place - 1 for place in places], causal=False), strict=True):
+            row[place] = sample(*top_k_top_p(logits, forbidden, sampling), generator)
+    return row[first : first + length]
+
+
 class TextStream:
     """Turns tokens that follow a prompt into text, as soon as it is certain.
 

@@ -10,6 +10,8 @@ rows of --seq_length tokens that begin with `<s>` if those of training did, atte
 - causal: every token but `<s>` is predicted from those before it.
 - masked: 15 % of the tokens are masked by training's method with masks that never change, as in validation during
   training: shards and row length being equal, `loss` is `valid/masked_loss`.
+- masked with --elbo N: beside it, the bound of masked diffusion on the likelihood of the text (evaluation/elbo.py),
+  from N drawings of masks; "elbo" in the results.
 - masked with --every_token: each token is masked in turn (pseudo-perplexity: Salazar et al., 2020).
 
 Per word and per byte, the loss of a token is multiplied by the number of tokens; words are what white space separates.
@@ -41,6 +43,7 @@ from data.loader import ValidationSet
 from data.masking import MaskingOptions
 from data.shards import MANIFEST_NAME, SHARD_SUFFIX, ShardError, tokenizer_hash, write_shard
 from data.wording import count
+from evaluation.elbo import measure_bound
 from evaluation.generation import LoadedModel, UsageError, run
 from evaluation.scoring import (
     ScoringModel,
@@ -75,6 +78,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--every_token", action="store_true", help="masked: mask each token in turn (slow: a row for every token)"
     )
+    parser.add_argument(
+        "--elbo", type=int, default=0, metavar="N",
+        help="masked: measure the bound of masked diffusion, too, with N masks of each row, 2 or more (default: 0: no)",
+    )  # fmt: skip
     parser.add_argument("--seq_length", type=int, default=512, metavar="N", help="tokens per row (default: 512)")
     parser.add_argument("--mask_p", type=float, default=0.15, metavar="X", help="masked fraction (default: 0.15)")
     parser.add_argument(
@@ -91,6 +98,8 @@ def evaluate(options: argparse.Namespace) -> None:
         raise UsageError(f"--seq_length is {options.seq_length}: give 8 or more.")
     if not 0 < options.mask_p <= 1:
         raise UsageError(f"--mask_p is {options.mask_p:g}: give a fraction above 0 and up to 1.")
+    if options.elbo == 1 or options.elbo < 0:
+        raise UsageError(f"--elbo is {options.elbo}: give 2 or more, of which the error is estimated, or 0.")
     check_output(options.output, "--output")
     texts = {path: None if is_shards(Path(path)) else read_documents(path, options.text_field) for path in options.data}
     model = load_for_scoring(options)
@@ -236,7 +245,25 @@ def measure(
             "word_perplexity": _exp(loss * predicted / max(1, words)),
             "bits_per_byte": loss * predicted / math.log(2) / max(1, size),
         }
+    if options.elbo and "masked" in modes:
+        found["elbo"] = _bound(model, held_out, rows, options.elbo, words, size)
     return found
+
+
+def _bound(
+    model: ScoringModel, held_out: ValidationSet, rows: int, samples: int, words: int, size: int
+) -> dict[str, Any]:
+    """The bound of masked diffusion as JSON, with its standard error in nats a token."""
+    bound = measure_bound(model, held_out, rows, samples)
+    nats = bound.loss * bound.tokens
+    return {
+        "loss": bound.loss,
+        "standard_error": bound.error,
+        "tokens": bound.tokens,
+        "perplexity": _exp(bound.loss),
+        "word_perplexity": _exp(nats / max(1, words)),
+        "bits_per_byte": nats / math.log(2) / max(1, size),
+    }
 
 
 def count_text(documents: Sequence[str]) -> tuple[int, int]:
@@ -300,10 +327,11 @@ def table(path: str, found: dict[str, Any]) -> list[str]:
         f"{found['bytes']:,} bytes"
     ]
     lines.append(f"{'':<8}{'loss':>9}{'perplexity':>13}{'per word':>15}{'bits/byte':>11}{'accuracy':>10}")
-    for mode in ("masked", "causal"):
+    for mode in ("masked", "elbo", "causal"):
         if mode in found:
             of = found[mode]
             accuracy = f"{100 * of['accuracy']:8.1f} %" if "accuracy" in of else ""
+            accuracy = f"  at most, +- {of['standard_error']:.4f}" if mode == "elbo" else accuracy
             lines.append(
                 f"{mode:<8}{of['loss']:>9.4f} {of['perplexity']:>12,.2f} {of['word_perplexity']:>14,.1f}"
                 f"{of['bits_per_byte']:>11.4f}{accuracy}"

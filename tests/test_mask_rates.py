@@ -10,18 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.exact_diffusion import corpus_of, exact_bound, loss_of_hidden, sharp_model
 from helpers.tiny_runs import flags, make_inputs, refusal, run, training_lines
 
-from data.corpus import Corpus
 from data.counter_rng import fold_numpy
 from data.loader import WEIGHT_UNITS, BatchBuilder, StepBatch
 from data.mask_rates import LONGEST_SPAN, MaskRateError, MaskRates
 from data.masking import IGNORE_INDEX, MaskingOptions, RowRates
 from data.objectives import CAUSAL, MASKED
 from data.plan import DataPlan
-from data.shards import write_shard
-from model import ModelConfig
-from model_extra import GPTBert
 from train_single_gpu import main
 from training.distributed import single_world
 from training.loss import LOSS, hybrid_loss
@@ -60,12 +57,6 @@ def test_distributions_have_their_mean_and_deviation(text, mean, deviation):
 def test_what_is_no_distribution_is_refused(text):
     with pytest.raises(MaskRateError):
         MaskRates.parse(text)
-
-
-def corpus_of(folder: Path, *documents: list[int]) -> Corpus:
-    folder.mkdir(exist_ok=True)
-    write_shard(folder / "x.shard", [np.array(document) for document in documents], "ab" * 32, 300)
-    return Corpus(folder / "x.shard", tokenizer_hash=None, bos_id=1, eos_id=2)
 
 
 def rows_of_one_document(folder: Path, document: list[int], rows: int, options: MaskingOptions, **plan) -> StepBatch:
@@ -122,36 +113,6 @@ def test_weights_are_summed_exactly_whatever_the_ranks(tmp_path):
     for ranks in (2, 3, 5):
         parts = [builder.step(1, rank, ranks, "rows", 8).target_weights for rank in range(ranks)]
         np.testing.assert_array_equal(np.sum(parts, axis=0), sums)
-
-
-def sharp_model(vocab_size: int) -> GPTBert:
-    """A model whose losses differ much from one set of hidden tokens to the other."""
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
-    config = ModelConfig(**sizes, vocab_size=vocab_size, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
-    model = GPTBert(config, torch.Generator().manual_seed(3)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5 if parameter.ndim > 1 else 1)
-    return model
-
-
-def loss_of_hidden(model: GPTBert, document: list[int], hidden: tuple[int, ...]) -> dict[int, float]:
-    """The loss of each hidden token of `<s> document </s>`, which sees the others."""
-    row = [1, *(4 if place in hidden else token for place, token in enumerate(document)), 2]
-    ids = torch.tensor([row])
-    with torch.no_grad():
-        logits = model.predict(model.encode(ids, torch.zeros_like(ids), torch.tensor([False])))[0].double()
-    return {place: -logits[place].log_softmax(-1)[document[place]].item() for place in hidden}
-
-
-def exact_bound(model: GPTBert, document: list[int]) -> float:
-    """Equation 14 of LLaDA, with all sets of hidden tokens: nats for the whole document."""
-    places = range(len(document))
-    return sum(
-        sum(loss_of_hidden(model, document, hidden).values()) / k / comb(len(document), k)
-        for k in range(1, len(document) + 1)
-        for hidden in combinations(places, k)
-    )
 
 
 def test_masked_diffusion_is_the_mean_over_all_orders_of_the_tokens(tmp_path):
