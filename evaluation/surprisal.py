@@ -20,6 +20,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
@@ -73,7 +74,9 @@ def measure(options: argparse.Namespace) -> None:
         raise UsageError(f"--data: {options.data} holds no text; give a file with one text a line.")
     model, modes = load_for_scoring(options), ("masked", "causal") if options.mode == "all" else (options.mode,)
     texts = [line for _, line in lines]
-    sentences = encode_by_word(model.loaded.tokenizer, texts, model.special)
+    ends = [[match.end() for match in _WORD.finditer(text)] for text in texts]
+    counts = [len(of) for of in ends]
+    sentences = encode_by_span(model.loaded.tokenizer, texts, ends, model.special)
     say_of_positions(model, [sentences])
 
     surprisals = {}
@@ -84,8 +87,8 @@ def measure(options: argparse.Namespace) -> None:
                 model, sentences, model.special, model.world, model.shape, causal=mode == "causal",
                 autocast=model.autocast, word_l2r=options.word_l2r, progress=bar.update,
             )  # fmt: skip
-            surprisals[mode] = by_word(sentences, -scores[0] / math.log(2), texts)
-    tokens = by_word(sentences, np.ones(len(sentences.ids)), texts)
+            surprisals[mode] = by_span(sentences, -scores[0] / math.log(2), counts)
+    tokens = by_span(sentences, np.ones(len(sentences.ids)), counts)
     table = io.StringIO()
     writer = csv.writer(table)
     writer.writerow(["line", "place", "word", "tokens", *modes])
@@ -98,24 +101,27 @@ def measure(options: argparse.Namespace) -> None:
     print(f"{options.output}: {count(len(words), 'word')} in {count(len(lines), 'text')}; bits a word: {means}")
 
 
-def encode_by_word(tokenizer: Tokenizer, texts: Sequence[str], special: SpecialIds) -> TokenizedSentences:
-    """Tokenised texts whose `words` are those that white space separates, counted from 0 in each text."""
+def encode_by_span(
+    tokenizer: Tokenizer, texts: Sequence[str], ends: Sequence[Sequence[int]], special: SpecialIds
+) -> TokenizedSentences:
+    """Tokenised texts whose `words` are spans of characters, counted from 0 in each text.
+
+    ends: where each span of each text ends, at least one; a token is of the span that its last character is in.
+    """
     sentences = encode_sentences(tokenizer, texts, special)
     words = np.full(len(sentences.ids), _OUTSIDE)
-    for text, encoding, start in zip(texts, tokenizer.encode_batch(list(texts), add_special_tokens=False),
-                                     sentences.starts[:-1], strict=True):  # fmt: skip
-        ends = [match.end() for match in _WORD.finditer(text)]
+    encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    for encoding, of, start in zip(encodings, ends, sentences.starts[:-1], strict=True):
         last = [end for _, end in encoding.offsets]
-        words[start + 1 : start + 1 + len(last)] = np.minimum(np.searchsorted(ends, last), len(ends) - 1)
-    return TokenizedSentences(sentences.ids, words, sentences.starts, sentences.first, sentences.scored)
+        words[start + 1 : start + 1 + len(last)] = np.minimum(np.searchsorted(of, last), len(of) - 1)
+    return replace(sentences, words=words)
 
 
-def by_word(sentences: TokenizedSentences, values: np.ndarray, texts: Sequence[str]) -> np.ndarray:
-    """Sums of the tokens' values [N] over each word of each text, one text after the other; `sentences` by word."""
-    counts = np.array([len(text.split()) for text in texts])
-    before = np.repeat(counts.cumsum() - counts, np.diff(sentences.starts))
+def by_span(sentences: TokenizedSentences, values: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """Sums of the tokens' values [N] over the spans, `counts` of each text, one text after the other: [sum(counts)]."""
+    before = np.repeat(np.cumsum(counts) - counts, np.diff(sentences.starts))
     inside = sentences.words != _OUTSIDE
-    return np.bincount((before + sentences.words)[inside], values[inside].astype(np.float64), minlength=counts.sum())
+    return np.bincount((before + sentences.words)[inside], values[inside].astype(np.float64), minlength=sum(counts))
 
 
 if __name__ == "__main__":
