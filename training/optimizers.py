@@ -142,7 +142,7 @@ def taken_settings(made: Callable[..., Any], settings: Mapping[str, Any]) -> dic
     takes = inspect.signature(made).parameters
     if "momentum" in takes and "betas" not in takes:
         settings = {**settings, "momentum": settings["betas"][0]}
-    if "eps" in takes and not isinstance(takes["eps"].default, float | int):
+    if "eps" in takes and isinstance(takes["eps"].default, tuple):
         settings = {key: value for key, value in settings.items() if key != "eps"}
     return {key: value for key, value in settings.items() if key in takes}
 
