@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from data.shards import MANIFEST_NAME, ShardError, tokenizer_hash
 
 ROLES = ("bos", "eos", "pad", "mask", "unk")
@@ -77,6 +79,14 @@ class SpecialTokens:
             )
 
 
+def plain(tokenizer: Tokenizer) -> Tokenizer:
+    """`tokenizer`, from now on as in training: special tokens in a text are text, nothing is padded, nothing is cut."""
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
 def tokenizer_file(path: str | Path) -> Path:
     """tokenizer.json itself, of a path that may name the folder it lies in."""
     return Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
@@ -87,7 +97,7 @@ def read_special_tokens(path: str | Path, given: str = "", below: int = 0) -> Sp
     file = tokenizer_file(path)
     tokenizer_hash(file)  # its errors are the clear ones
     text = file.read_text(encoding="utf-8")
-    return special_tokens(text, given, below, beside=_beside(file.parent), where=f"the tokenizer {path}")
+    return special_tokens(text, given, below, beside=roles_beside(file.parent), where=f"the tokenizer {path}")
 
 
 def special_tokens(
@@ -188,7 +198,7 @@ def _of_processor(content: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _beside(folder: Path) -> dict[str, str]:
+def roles_beside(folder: Path) -> dict[str, str]:
     """Roles by the files around a tokenizer.json."""
     found: dict[str, str] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json", MANIFEST_NAME):  # the later ones win

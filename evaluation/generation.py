@@ -22,7 +22,7 @@ from torch import Tensor
 
 from data.cli import Parser
 from data.shards import ShardError
-from data.special_tokens import SpecialTokens, special_tokens
+from data.special_tokens import SpecialTokens, plain, special_tokens
 from evaluation.kv_cache import CachedDecoder, LanguageModel, UncachedDecoder
 from export.load_model import load_model, load_special_tokens
 from model import LTGBert, ModelConfigError
@@ -72,10 +72,7 @@ class LoadedModel:
     @classmethod
     def of(cls, model: PretrainingModel, tokenizer: Tokenizer, roles: SpecialTokens | None = None) -> LoadedModel:
         """A model where it is, and its tokenizer, which from now on reads special tokens in a text as text."""
-        tokenizer.encode_special_tokens = True  # as it was in training
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        return cls(model, tokenizer, next(model.parameters()).device, roles)
+        return cls(model, plain(tokenizer), next(model.parameters()).device, roles)
 
     @cached_property
     def special(self) -> SpecialTokens:

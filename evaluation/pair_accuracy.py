@@ -20,6 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from torch import nn
 
+from data.special_tokens import plain
 from evaluation.token_log_probs import (
     BatchShape,
     Model,
@@ -324,8 +325,7 @@ class PairAccuracy:
         config, options = inputs.config, inputs.builder.options
         if not config.evaluate_data:
             return None
-        tokenizer = Tokenizer.from_str(inputs.tokenizer_text)
-        tokenizer.encode_special_tokens = True  # "</s>" in a text is text
+        tokenizer = plain(Tokenizer.from_str(inputs.tokenizer_text))
         special = SpecialIds(options.bos_id, None, options.pad_id, options.mask_id)  # a sentence is no whole document
         sets = read_pair_sets([config.evaluate_data], "--evaluate_data")
         return cls(PairScorer(sets, tokenizer, special), config)

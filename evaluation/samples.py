@@ -17,6 +17,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -175,7 +176,7 @@ def corpus_texts(model: LoadedModel, corpus: Corpus, count: int) -> tuple[list[P
             prompts.append(Prompt(tokens[:_PROMPT], tokens[_PROMPT : _PROMPT + _NEW]))
         elif len(tokens) >= _CLOZE // 2 and len(clozes) < count:
             ids = tokens[:_CLOZE]
-            if gaps := _choose_gaps(ids, model.tokenizer):
+            if gaps := _choose_gaps(_pieces(model, ids)):
                 masked = [mask if n in gaps else token for n, token in enumerate(ids)]
                 clozes.append(Cloze(masked, gaps, [ids[gap] for gap in gaps]))
     return prompts[:count], clozes
@@ -190,9 +191,17 @@ def _documents(corpus: Corpus) -> Iterable[list[int]]:
         yield corpus.shards[shard].document(int(number) - first)[: _PROMPT + _NEW].tolist()
 
 
-def _choose_gaps(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Positions of two words of one token each, at about a third and two thirds of the text; [] without them."""
-    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+def _pieces(model: LoadedModel, ids: list[int]) -> list[str]:
+    """What each token adds to the text of those before it: its word with the space before, whatever the tokenizer."""
+    texts = ["", *(model.decode(ids[: n + 1]) for n in range(len(ids)))]
+    return [text[len(before) :] for before, text in pairwise(texts)]
+
+
+def _choose_gaps(texts: list[str]) -> list[int]:
+    """Positions of two words of one token each, at about a third and two thirds of the text; [] without them.
+
+    texts: what each token adds to the text.
+    """
     ends = [*(not text[:1].isalpha() for text in texts[1:]), True]  # whether the next token begins something new
     words = [
         n
@@ -201,8 +210,8 @@ def _choose_gaps(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     ]
     if len(words) < 2:
         return []
-    first = min(words, key=lambda n: abs(n - len(ids) / 3))
-    second = min((n for n in words if n != first), key=lambda n: abs(n - 2 * len(ids) / 3))
+    first = min(words, key=lambda n: abs(n - len(texts) / 3))
+    second = min((n for n in words if n != first), key=lambda n: abs(n - 2 * len(texts) / 3))
     return sorted((first, second))
 
 
@@ -259,9 +268,9 @@ def _fill(model: LoadedModel, cloze: Cloze) -> dict[str, Any]:
         words = [model.decode([token]) for token in filling.ids]
         candidates = [[word, round(p, 5)] for word, p in zip(words, filling.probabilities, strict=True)]
         answers.append({"truth": model.decode([cloze.truth[n]]) if cloze.truth else None, "candidates": candidates})
-    starts = [0, *(gap + 1 for gap in cloze.gaps)]
-    pieces = [model.decode(cloze.ids[a:b]) for a, b in zip(starts, [*cloze.gaps, len(cloze.ids)], strict=True)]
-    return {"kind": "masked", "text": f" {MASK}".join(pieces), "gaps": answers}
+    pieces, starts = _pieces(model, cloze.ids), [0, *(gap + 1 for gap in cloze.gaps)]
+    parts = ["".join(pieces[a:b]) for a, b in zip(starts, [*cloze.gaps, len(cloze.ids)], strict=True)]
+    return {"kind": "masked", "text": f" {MASK}".join(parts), "gaps": answers}
 
 
 if __name__ == "__main__":

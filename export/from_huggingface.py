@@ -24,6 +24,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import torch
 
 from data.cli import Parser
+from data.special_tokens import roles_beside, special_tokens
 from export.hf_format import TOKENIZER_NOTE, is_exported, model_config, restore_tokenizer
 from export.to_huggingface import ExportError, check_output, writing
 from model import ModelConfig, ModelConfigError
@@ -76,7 +77,12 @@ def convert(folder: Path, output: Path) -> None:
         record["flags"] = values["flags"]
     files = {"config.json": (json.dumps(config.to_dict(), indent=1) + "\n").encode()}
     if text is not None:
-        files["tokenizer.json"] = restore_tokenizer(text, values.get(TOKENIZER_NOTE)).encode()
+        restored = restore_tokenizer(text, values.get(TOKENIZER_NOTE))
+        files["tokenizer.json"] = restored.encode()
+        given = record.get("flags", {}).get("special_tokens", "")
+        tokens = special_tokens(restored, given, beside=roles_beside(folder)).tokens
+        roles = {f"{role}_token": token for role, token in tokens.items()}
+        files["special_tokens_map.json"] = (json.dumps(roles, indent=1) + "\n").encode()
     with writing(output) as (temporary, finish):
         finish(write_checkpoint(temporary, 0, {"model": tensors}, record, files))
 

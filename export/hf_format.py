@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from data.special_tokens import SpecialTokens
 from model import ModelConfig, ModelConfigError
 from training.checkpoint import RECORD, CheckpointError
 
@@ -64,29 +65,43 @@ def model_config(values: dict[str, Any]) -> ModelConfig:
     return ModelConfig.from_dict({key: value for key, value in values.items() if key in known})
 
 
-def adapt_tokenizer(text: str) -> tuple[str, dict[str, Any]]:
+def adapt_tokenizer(text: str, special: SpecialTokens) -> tuple[str, dict[str, Any]]:
     """A tokenizer.json as transformers shall use it, and the note by which `restore_tokenizer` undoes that.
 
     A text becomes `<s> text`, a pair `<s> first </s> second </s>`. No `</s>` ends a single text: it may go on.
     """
     content = json.loads(text)
-    ids = {token["content"]: token["id"] for token in content["added_tokens"]}
-    mask = next(token for token in content["added_tokens"] if token["content"] == "<mask>")
-    note = {"post_processor": content.get("post_processor"), "mask_lstrip": mask["lstrip"]}
+    bos = special.tokens["bos"]
+    eos = special.tokens.get("eos", bos)
+    before = {token["content"]: token for token in content["added_tokens"]}
+    roles = {special.tokens[role]: number for role, number in special.ids.items()}
+    changed = {name: before.get(name) for name in roles if name == special.tokens["mask"] or name not in before}
+    note = {"post_processor": content.get("post_processor"), "added_tokens": changed}
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for name in changed:
+        # A token holds the space before its word, so that space belongs to what fills the gap.
+        strip = {"lstrip": True} if name == special.tokens["mask"] else {}
+        before[name] = {
+            "id": roles[name],
+            "content": name,
+            **plain,
+            **(before.get(name) or {}),
+            **strip,
+            "special": True,
+        }
+    content["added_tokens"] = sorted(before.values(), key=lambda token: token["id"])
 
-    def special(name: str) -> dict[str, Any]:
+    def part(name: str) -> dict[str, Any]:
         return {"SpecialToken": {"id": name, "type_id": 0}}
 
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     content["post_processor"] = {
         "type": "TemplateProcessing",
-        "single": [special("<s>"), first],
-        "pair": [special("<s>"), first, special("</s>"), second, special("</s>")],
-        "special_tokens": {
-            name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in ("<s>", "</s>")
-        },
-    }  # fmt: skip
-    mask["lstrip"] = True  # a token holds the space before its word, so that space belongs to what fills the gap
+        "single": [part(bos), first],
+        "pair": [part(bos), first, part(eos), second, part(eos)],
+        "special_tokens": {name: {"id": name, "ids": [roles[name]], "tokens": [name]} for name in (bos, eos)},
+    }
+    content["truncation"] = content["padding"] = None
     return json.dumps(content, ensure_ascii=False, indent=1), note
 
 
@@ -96,7 +111,10 @@ def restore_tokenizer(text: str, note: dict[str, Any] | None) -> str:
         return text
     content = json.loads(text)
     content["post_processor"] = note["post_processor"]
+    changed = note.get("added_tokens", {})
+    tokens = (changed.get(token["content"], token) for token in content["added_tokens"])
+    content["added_tokens"] = [token for token in tokens if token is not None]
     for token in content["added_tokens"]:
-        if token["content"] == "<mask>":
+        if token["content"] == "<mask>" and "mask_lstrip" in note:  # as notes were before other tokenizers
             token["lstrip"] = note["mask_lstrip"]
     return json.dumps(content, ensure_ascii=False, indent=1)

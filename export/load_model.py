@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from data.special_tokens import SpecialTokens, special_tokens
+from data.special_tokens import SpecialTokens, roles_beside, special_tokens
 from export.hf_format import is_exported, read_exported
 from model import ModelConfig
 from model_extra import build_model
@@ -44,6 +44,6 @@ def load_model(
 
 def load_special_tokens(path: str | Path, tokenizer: Tokenizer) -> SpecialTokens:
     """The special tokens of the model at `path` with its tokenizer, as it was trained. Raises ShardError."""
-    flags = training_flags(Path(path))
+    flags, beside = training_flags(Path(path)), roles_beside(Path(path))
     given, below = flags.get("special_tokens") or "", flags.get("n_special_tokens") or 0
-    return special_tokens(tokenizer.to_str(), given, below, where=f"the tokenizer of {path}")
+    return special_tokens(tokenizer.to_str(), given, below, beside=beside, where=f"the tokenizer of {path}")

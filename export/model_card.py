@@ -72,13 +72,14 @@ def model_card(
     place: str,
     config: Mapping[str, Any],
     parameters: int,
+    tokens: Mapping[str, str],
     ema: bool,
     records: Records,
     stated: Stated,
 ) -> str:
     """README.md with the metadata that the Hugging Face Hub reads.
 
-    place: what from_pretrained is given in the examples. config: ModelConfig's values.
+    place: what from_pretrained is given in the examples. config: ModelConfig's values. tokens: special tokens by role.
     """
     kind = "GPT-BERT" if config["model_type"] == "gpt-bert" else "LTG-BERT"
     sections = [
@@ -91,16 +92,16 @@ def model_card(
         "([GPT-BERT, Charpentier and Samuel 2024](https://arxiv.org/abs/2410.24159)). The same weights read "
         "bidirectionally (embeddings, filling masks, classification) and causally (scoring and continuing texts)."
         + (" These are the exponentially averaged weights." if ema else ""),
-        _usage(place),
+        _usage(place, tokens),
         _training(records),
         _ledger(records.checkpoint.get("ledger")),
         _results(records, ema),
-        _limits(records),
+        _limits(records, tokens),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _usage(place: str) -> str:
+def _usage(place: str, tokens: Mapping[str, str]) -> str:
     return f"""## Use
 
 ```python
@@ -110,16 +111,17 @@ tokenizer = AutoTokenizer.from_pretrained("{place}", trust_remote_code=True)
 masked = AutoModelForMaskedLM.from_pretrained("{place}", trust_remote_code=True)
 causal = AutoModelForCausalLM.from_pretrained("{place}", trust_remote_code=True)
 
-pipeline("fill-mask", model=masked, tokenizer=tokenizer)("The <mask> sat on the mat.")
+pipeline("fill-mask", model=masked, tokenizer=tokenizer)("The {tokens["mask"]} sat on the mat.")
 pipeline("text-generation", model=causal, tokenizer=tokenizer)("Once upon a time", max_new_tokens=32)
 ```
 
 `AutoModel` gives hidden states (bidirectional; causal with `is_causal=True`), `AutoModelForSequenceClassification` and
-`AutoModelForTokenClassification` a new head on `<s>` or on every token. The tokenizer opens a text with `<s>`, does not
-close it (it may go on), and pads on the right; `generate()` for several texts needs `padding_side="left"`. Words cut
-beforehand keep the space before them: `tokenizer(["The", " cat"], is_split_into_words=True)`. The masked model's logits
-are aligned with its input: position i scores token i. (The network predicts the next token under both objectives; the
-shift is inside, and the first token of a row, which nothing precedes, gets logits 0.)
+`AutoModelForTokenClassification` a new head on `{tokens["bos"]}` or on every token. The tokenizer opens a text with
+`{tokens["bos"]}`, does not close it (it may go on), and pads on the right; `generate()` for several texts needs
+`padding_side="left"`. Words cut beforehand keep the space before them: `tokenizer(["The", " cat"],
+is_split_into_words=True)`. The masked model's logits are aligned with its input: position i scores token i. (The
+network predicts the next token under both objectives; the shift is inside, and the first token of a row, which nothing
+precedes, gets logits 0.)
 
 **BabyLM's evaluation pipeline:** backends `causal` and `mlm`. Not `mntp`, which would shift the logits a second time:
 it gives no error, and scores that mean nothing. Fine-tuning works with and without its causal option."""
@@ -202,7 +204,7 @@ def longest_row(flags: Mapping[str, Any]) -> int:
     return int(flags.get("seq_length", 0)) * 2 ** len(flags.get("length_milestones", ()))
 
 
-def _limits(records: Records) -> str:
+def _limits(records: Records, tokens: Mapping[str, str]) -> str:
     flags = records.run.get("flags") or records.checkpoint.get("flags") or {}
     longest = longest_row(flags)
     lines = [
@@ -213,7 +215,8 @@ def _limits(records: Records) -> str:
     if longest:
         lines.append(f"- Rows of training had at most {longest} tokens; longer texts are possible and untested.")
     if flags.get("document_end") is False:
-        lines.append("- Training closed no document with `</s>`, so generation does not stop by itself.")
+        end = f" with `{tokens['eos']}`" * ("eos" in tokens)
+        lines.append(f"- Training closed no document{end}, so generation does not stop by itself.")
     return "\n".join(lines)
 
 

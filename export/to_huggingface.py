@@ -24,8 +24,10 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 from data.atomic_io import sync_folder, take_folder_mode
 from data.cli import Parser
+from data.shards import ShardError
+from data.special_tokens import SpecialTokens
 from export.hf_format import TOKENIZER_NOTE, adapt_tokenizer, is_exported
-from export.load_model import load_model
+from export.load_model import load_model, load_special_tokens
 from export.model_card import NOTHING_STATED, Stated, longest_row, model_card, read_records
 from export.revisions import (
     GitError,
@@ -40,13 +42,6 @@ from model import LTGBert, ModelConfigError
 from training.checkpoint import Checkpoint, CheckpointError, locate, rows_begin_with_bos
 
 _SHIPPED = ("configuration_gpt_bert.py", "layers_gpt_bert.py", "modeling_gpt_bert.py")
-_SPECIAL = {
-    "unk_token": "<unk>",
-    "bos_token": "<s>",
-    "eos_token": "</s>",
-    "pad_token": "<pad>",
-    "mask_token": "<mask>",
-}
 
 
 class ExportError(ValueError):
@@ -95,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.push:
             address = push_revisions(options.output, options.push) if to_git else ""
             print(f"uploaded to {address or push(options.output, options.push, _names(revisions))}")
-    except (ExportError, GitError, CheckpointError, ModelConfigError) as error:
+    except (ExportError, GitError, CheckpointError, ModelConfigError, ShardError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -145,10 +140,9 @@ def _export_into(folder: Path, model_path: str | Path, ema: bool, name: str, pla
     model, tokenizer, _ = load_model(checkpoint.path, ema=ema)
     if not isinstance(model, LTGBert):
         raise ExportError(f"MODEL {checkpoint.path} is a {model.config.model_type}, for which transformers has no code")
-    missing = [token for token in _SPECIAL.values() if tokenizer.token_to_id(token) is None]
-    if missing:
-        raise ExportError(f"the tokenizer of {checkpoint.path} lacks {', '.join(missing)}, which exported models need")
-    write_files(folder, checkpoint, model, ema, name, place, stated)
+    special = load_special_tokens(checkpoint.path, tokenizer)
+    special.require(("bos", "pad", "mask"), f"the tokenizer of {checkpoint.path}")
+    write_files(folder, checkpoint, model, special, ema, name, place, stated)
 
 
 @contextmanager
@@ -191,7 +185,14 @@ def check_stated(stated: Stated) -> None:
 
 
 def write_files(
-    folder: Path, checkpoint: Checkpoint, model: LTGBert, ema: bool, name: str, place: str, stated: Stated
+    folder: Path,
+    checkpoint: Checkpoint,
+    model: LTGBert,
+    special: SpecialTokens,
+    ema: bool,
+    name: str,
+    place: str,
+    stated: Stated,
 ) -> None:
     """All files of an exported model; `name` and `place` are those of the model card."""
     from safetensors.torch import save_file
@@ -199,29 +200,32 @@ def write_files(
     tensors = {key: value.contiguous() for key, value in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     take_folder_mode(folder / "model.safetensors")
-    text, note = adapt_tokenizer((checkpoint.path / "tokenizer.json").read_text(encoding="utf-8"))
+    text, note = adapt_tokenizer((checkpoint.path / "tokenizer.json").read_text(encoding="utf-8"), special)
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-    ids = {token["content"]: token["id"] for token in json.loads(text)["added_tokens"]}
     records = read_records(checkpoint)
     flags = records.run.get("flags") or checkpoint.record.get("flags") or {}
     config = model.config.to_dict()
+    roles = {f"{role}_token": token for role, token in special.tokens.items()}
     contents = {
-        "config.json": model_configuration(config, ids, note, flags),
-        "generation_config.json": generation_configuration(ids),
-        "tokenizer_config.json": tokenizer_configuration(max(config["max_position_embeddings"], longest_row(flags))),
-        "special_tokens_map.json": _SPECIAL,
+        "config.json": model_configuration(config, special, note, flags),
+        "generation_config.json": generation_configuration(special),
+        "tokenizer_config.json": {
+            **tokenizer_configuration(max(config["max_position_embeddings"], longest_row(flags))),
+            **roles,
+        },
+        "special_tokens_map.json": roles,
     }
     for file, content in contents.items():
         (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     title = name or flags.get("name") or checkpoint.path.name
-    card = model_card(title, place, config, model.num_parameters(), ema, records, stated)
+    card = model_card(title, place, config, model.num_parameters(), special.tokens, ema, records, stated)
     (folder / "README.md").write_text(card, encoding="utf-8")
     for file in _SHIPPED:
         shutil.copyfile(Path(__file__).with_name(file), folder / file)
 
 
 def model_configuration(
-    config: dict[str, Any], ids: dict[str, int], note: dict[str, Any], flags: Mapping[str, Any]
+    config: dict[str, Any], special: SpecialTokens, note: dict[str, Any], flags: Mapping[str, Any]
 ) -> dict[str, Any]:
     """config.json: ModelConfig's keys, where transformers finds the code, and what continued pretraining must know."""
     prefix = "GPTBert" if config["model_type"] == "gpt-bert" else "LTGBert"
@@ -243,23 +247,28 @@ def model_configuration(
             "AutoConfig": f"configuration_gpt_bert.{prefix}Config",
             **{auto: f"modeling_gpt_bert.{prefix}{name}" for auto, name in classes.items()},
         },
-        "bos_token_id": ids["<s>"],
-        "eos_token_id": ids["</s>"],
-        "pad_token_id": ids["<pad>"],
+        **_token_ids(special),
         "tie_word_embeddings": True,
         "dtype": "float32",
-        "flags": {"document_end": bool(flags.get("document_end", True)), "row_start": rows_begin_with_bos(flags)},
+        "flags": {
+            "document_end": bool(flags.get("document_end", True)),
+            "row_start": rows_begin_with_bos(flags),
+            "special_tokens": str(special),
+            "n_special_tokens": flags.get("n_special_tokens") or 0,
+        },
         TOKENIZER_NOTE: note,
     }
 
 
-def generation_configuration(ids: dict[str, int]) -> dict[str, Any]:
+def _token_ids(special: SpecialTokens) -> dict[str, int | None]:
+    return {f"{role}_token_id": special.ids.get(role) for role in ("bos", "eos", "pad")}
+
+
+def generation_configuration(special: SpecialTokens) -> dict[str, Any]:
     """generation_config.json. As in evaluation/generate.py, no special token but </s> is ever written."""
     return {
-        "bos_token_id": ids["<s>"],
-        "eos_token_id": ids["</s>"],
-        "pad_token_id": ids["<pad>"],
-        "suppress_tokens": sorted(set(ids.values()) - {ids["</s>"]}),
+        **_token_ids(special),
+        "suppress_tokens": sorted(set(special.special_ids) - {special.ids.get("eos")}),
     }
 
 
@@ -271,7 +280,6 @@ def tokenizer_configuration(longest: int) -> dict[str, Any]:
     """
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **_SPECIAL,
         "model_max_length": longest,
         "padding_side": "right",
         "model_input_names": ["input_ids", "attention_mask"],

@@ -30,7 +30,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from data.shards import ShardError, tokenizer_hash
-from data.special_tokens import MANIFEST_KEY, read_special_tokens, special_tokens, tokenizer_file
+from data.special_tokens import MANIFEST_KEY, plain, read_special_tokens, special_tokens, tokenizer_file
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>", "<mask>", *(f"<special_{number}>" for number in range(11)))
 ALPHABET = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))  # one character for each of the 256 bytes
@@ -123,13 +123,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = tokenizer_file(path)
     tokenizer_hash(path)  # its errors are the clear ones
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        return plain(Tokenizer.from_file(str(path)))
     except Exception as error:  # the library raises bare Exception
         raise ShardError(f"{path} is not a tokenizer that the tokenizers library can read ({error})") from None
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    tokenizer.encode_special_tokens = True
-    return tokenizer
 
 
 def roles_to_record(path: str | Path, given: str = "") -> dict[str, str]:
