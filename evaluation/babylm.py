@@ -28,7 +28,6 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import numpy as np
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
@@ -39,21 +38,15 @@ from evaluation.pair_accuracy import chosen_modes, objectives
 from evaluation.reading_times import ReadingTimes, encode_places, read_reading_times, surprisals
 from evaluation.scoring import (
     ScoringModel,
+    add_mode_flag,
     add_scoring_flags,
     check_output,
     check_scoring_flags,
-    enough_memory,
     load_for_scoring,
     say_of_positions,
+    score_texts,
 )
-from evaluation.token_log_probs import (
-    SpecialIds,
-    TokenizedSentences,
-    count_tokens,
-    joined,
-    sentence_sums,
-    token_scores,
-)
+from evaluation.token_log_probs import SpecialIds, TokenizedSentences, joined, sentence_sums
 from evaluation.zero_shot import READING, Dataset, by_item, encode_items, find_datasets
 from export.hf_format import is_exported
 from training.checkpoint import locate
@@ -81,10 +74,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add_scoring_flags(parser, document_end=False, several=True)
     parser.add_argument("--data", required=True, metavar="FOLDER", help="the pipeline's folder, or any part of it")
-    parser.add_argument(
-        "--mode", choices=("all", "masked", "causal", "fused"), default="all",
-        help="masked: each token masked in turn; causal: left to right; fused: the mean of both (default: all)",
-    )  # fmt: skip
+    add_mode_flag(parser)
     parser.add_argument("--output", metavar="FOLDER", help="write results and predictions below this folder")
     return parser.parse_args(arguments)
 
@@ -113,8 +103,7 @@ def evaluate(options: argparse.Namespace) -> None:
         tokenizer = model.loaded.tokenizer
         if encoded_by != (by := (tokenizer.to_str(), model.special)):  # checkpoints of a run share theirs
             encoded, encoded_by = encode(suite, tokenizer, model.special, objectives(modes)), by
-        with enough_memory():
-            scores = score(model, suite, encoded, modes)
+        scores = score(model, suite, encoded, modes)
         found = {
             "model": str(path),
             "revision": name[1],
@@ -168,21 +157,16 @@ def score(
     items = {each.name: each.items for each in suite.datasets}
     scores: dict[str, dict[str, np.ndarray]] = {}
     texts = {objective: joined([part for part, _ in parts.values()]) for objective, parts in encoded.items()}
-    total = sum(count_tokens(sentences, objective == "causal") for objective, sentences in texts.items())
-    with tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
-        for objective, parts in encoded.items():
-            by_token = token_scores(
-                model, texts[objective], model.special, model.world, model.shape, causal=objective == "causal",
-                autocast=model.autocast, progress=bar.update,
-            )  # fmt: skip
-            sums = sentence_sums(texts[objective], by_token)[0]
-            ends, found = np.cumsum([len(part) for part, _ in parts.values()]), {}
-            for (name, (_, owners)), own in zip(parts.items(), np.split(sums, ends[:-1]), strict=True):
-                if owners is None:
-                    found[name] = by_item(items[name], own)
-                else:
-                    found[name] = surprisals(own, owners, len(suite.words[name].places))
-            scores[objective] = found
+    for objective, by_token in score_texts(model, texts).items():
+        parts, found = encoded[objective], {}
+        ends = np.cumsum([len(part) for part, _ in parts.values()])[:-1]
+        sums = np.split(sentence_sums(texts[objective], by_token[None])[0], ends)
+        for (name, (_, owners)), own in zip(parts.items(), sums, strict=True):
+            if owners is None:
+                found[name] = by_item(items[name], own)
+            else:
+                found[name] = surprisals(own, owners, len(suite.words[name].places))
+        scores[objective] = found
     if "fused" in modes:
         scores["fused"] = {name: (scores["masked"][name] + scores["causal"][name]) / 2 for name in scores["masked"]}
     return {mode: scores[mode] for mode in modes}

@@ -46,6 +46,7 @@ from evaluation.pair_accuracy import (
     read_pair_sets,
 )
 from evaluation.scoring import (
+    add_mode_flag,
     add_scoring_flags,
     check_output,
     check_scoring_flags,
@@ -69,10 +70,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--data", nargs="+", required=True, metavar="PATH",
         help="JSONL files with sentence_good and sentence_bad, or folders of them; every folder is one set",
     )  # fmt: skip
-    parser.add_argument(
-        "--mode", choices=("all", "masked", "causal", "fused"), default="all",
-        help="masked: each token masked in turn; causal: left to right; fused: the mean of both (default: all)",
-    )  # fmt: skip
+    add_mode_flag(parser)
     parser.add_argument(
         "--word_l2r", action="store_true",
         help="masked: hide also the sub-words that follow in the same word (PLL-word-l2r, Kauf and Ivanova 2023)",

@@ -34,7 +34,6 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import numpy as np
 from torch import nn
-from tqdm import tqdm
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
@@ -52,8 +51,9 @@ from evaluation.scoring import (
     check_scoring_flags,
     enough_memory,
     load_for_scoring,
+    score_texts,
 )
-from evaluation.token_log_probs import SpecialIds, TokenizedSentences, count_tokens, token_scores
+from evaluation.token_log_probs import SpecialIds, TokenizedSentences
 from training.checkpoint import rows_begin_with_bos, training_flags
 from training.validation import validate
 
@@ -286,12 +286,7 @@ def count_decoded(loaded: LoadedModel, corpus: Corpus) -> tuple[int, int]:
 def every_token_loss(model: ScoringModel, corpus: Corpus, seq_length: int, row_start: bool) -> float:
     """Mean negative log-probability in nats of each token when it alone is masked, in windows of seq_length tokens."""
     sentences = windows(corpus, model.special, seq_length, row_start)
-    total = count_tokens(sentences, causal=False)
-    with tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
-        scores = token_scores(
-            model, sentences, model.special, model.world, model.shape, causal=False, autocast=model.autocast,
-            progress=bar.update,
-        )  # fmt: skip
+    scores = score_texts(model, {"masked": sentences})["masked"]
     return -float(scores.sum(dtype=np.float64)) / corpus.num_tokens
 
 

@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from data.cli import Parser
 from data.wording import count
 from evaluation.generation import LoadedModel, UsageError, add_model_flags, load
-from evaluation.token_log_probs import BatchShape, SpecialIds, TokenizedSentences
+from evaluation.token_log_probs import BatchShape, SpecialIds, TokenizedSentences, count_tokens, token_scores
 from training.checkpoint import training_flags
 from training.distributed import World
 from training.environment import Environment
@@ -65,6 +66,14 @@ def add_scoring_flags(parser: Parser, document_end: bool | None, several: bool =
     )  # fmt: skip
 
 
+def add_mode_flag(parser: Parser) -> None:
+    """--mode of what takes sentences' scores."""
+    parser.add_argument(
+        "--mode", choices=("all", "masked", "causal", "fused"), default="all",
+        help="masked: each token masked in turn; causal: left to right; fused: the mean of both (default: all)",
+    )  # fmt: skip
+
+
 def check_scoring_flags(options: argparse.Namespace) -> None:
     """Refuse values that cannot work. Raises UsageError."""
     if options.batch_tokens < 0 or 0 < options.batch_tokens < _ROW_LENGTH:
@@ -104,6 +113,24 @@ def say_of_positions(model: ScoringModel, parts: Iterable[TokenizedSentences]) -
             "(max_position_embeddings): read whole, at distances that are no more told apart or were never learned",
             file=sys.stderr,
         )
+
+
+def score_texts(
+    model: ScoringModel, texts: Mapping[str, TokenizedSentences], word_l2r: bool = False
+) -> dict[str, np.ndarray]:
+    """For each objective the log-probabilities of all tokens of its texts, float32 [N], as `token_scores` gives them.
+
+    Raises UsageError where the device has too little memory.
+    """
+    total = sum(count_tokens(sentences, objective == "causal") for objective, sentences in texts.items())
+    with enough_memory(), tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
+        return {
+            objective: token_scores(
+                model, sentences, model.special, model.world, model.shape, causal=objective == "causal",
+                autocast=model.autocast, word_l2r=word_l2r, progress=bar.update,
+            )[0]
+            for objective, sentences in texts.items()
+        }  # fmt: skip
 
 
 def check_output(path: str | None, flag: str) -> None:

@@ -28,7 +28,6 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import numpy as np
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
@@ -39,11 +38,11 @@ from evaluation.scoring import (
     add_scoring_flags,
     check_output,
     check_scoring_flags,
-    enough_memory,
     load_for_scoring,
     say_of_positions,
+    score_texts,
 )
-from evaluation.token_log_probs import SpecialIds, TokenizedSentences, count_tokens, encode_sentences, token_scores
+from evaluation.token_log_probs import SpecialIds, TokenizedSentences, encode_sentences
 
 _WORD = re.compile(r"\S+")
 _OUTSIDE = -1  # the word of <s>, </s>
@@ -79,15 +78,8 @@ def measure(options: argparse.Namespace) -> None:
     sentences = encode_by_span(model.loaded.tokenizer, texts, ends, model.special)
     say_of_positions(model, [sentences])
 
-    surprisals = {}
-    total = sum(count_tokens(sentences, mode == "causal") for mode in modes)
-    with enough_memory(), tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
-        for mode in modes:
-            scores = token_scores(
-                model, sentences, model.special, model.world, model.shape, causal=mode == "causal",
-                autocast=model.autocast, word_l2r=options.word_l2r, progress=bar.update,
-            )  # fmt: skip
-            surprisals[mode] = by_span(sentences, -scores[0] / math.log(2), counts)
+    scores = score_texts(model, dict.fromkeys(modes, sentences), options.word_l2r)
+    surprisals = {mode: by_span(sentences, -of / math.log(2), counts) for mode, of in scores.items()}
     tokens = by_span(sentences, np.ones(len(sentences.ids)), counts)
     table = io.StringIO()
     writer = csv.writer(table)

@@ -27,7 +27,6 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
-from tqdm import tqdm
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
@@ -36,15 +35,15 @@ from evaluation.minimal_pairs import as_json
 from evaluation.pair_accuracy import accuracy, chosen_modes, mean_accuracy, objectives, read_text
 from evaluation.scoring import (
     ScoringModel,
+    add_mode_flag,
     add_scoring_flags,
     check_output,
     check_scoring_flags,
-    enough_memory,
     load_for_scoring,
     say_of_positions,
+    score_texts,
 )
 from evaluation.surprisal import by_span, encode_by_span
-from evaluation.token_log_probs import count_tokens, token_scores
 from training.config import ConfigError
 
 _TERM = re.compile(r"\(\s*(\*|\d+)\s*;\s*%([^%]+)%\s*\)")
@@ -87,10 +86,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add_scoring_flags(parser, document_end=False)
     parser.add_argument("--data", nargs="+", required=True, metavar="FILE.json", help="suites")
-    parser.add_argument(
-        "--mode", choices=("all", "masked", "causal", "fused"), default="all",
-        help="masked: each token masked in turn; causal: left to right; fused: the mean of both (default: all)",
-    )  # fmt: skip
+    add_mode_flag(parser)
     parser.add_argument("--output", metavar="FILE.json", help="write all results here")
     return parser.parse_args(arguments)
 
@@ -101,8 +97,7 @@ def evaluate(options: argparse.Namespace) -> None:
     check_output(options.output, "--output")
     suites, modes = [read_suite(Path(path), "--data") for path in options.data], chosen_modes(options.mode)
     model = load_for_scoring(options)
-    with enough_memory():
-        values = score(model, suites, modes)
+    values = score(model, suites, modes)
     found: dict[str, Any] = {"model": options.model, "weights": "ema" if options.ema else "trained", "suites": {}}
     width = max(len(suite.name) for suite in suites)
     print(" " * width + "".join(f"  {mode:>20}" for mode in modes))
@@ -178,15 +173,8 @@ def score(model: ScoringModel, suites: Sequence[SyntaxSuite], modes: Sequence[st
     texts = encode_by_span(model.loaded.tokenizer, [each.text for each in every], ends, model.special)
     say_of_positions(model, [texts])
     tokens = by_span(texts, np.ones(len(texts.ids)), counts)
-    sums: dict[str, np.ndarray] = {}
-    total = sum(count_tokens(texts, name == "causal") for name in objectives(modes))
-    with tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
-        for name in objectives(modes):
-            scores = token_scores(
-                model, texts, model.special, model.world, model.shape, causal=name == "causal",
-                autocast=model.autocast, progress=bar.update,
-            )  # fmt: skip
-            sums[name] = by_span(texts, -scores[0] / math.log(2), counts)
+    scores = score_texts(model, dict.fromkeys(objectives(modes), texts))
+    sums = {name: by_span(texts, -of / math.log(2), counts) for name, of in scores.items()}
     if "fused" in modes:
         sums["fused"] = (sums["masked"] + sums["causal"]) / 2
     bounds = np.cumsum(counts)[:-1]
