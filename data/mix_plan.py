@@ -142,6 +142,19 @@ class MixPlan:
         positions = self._plan.objective_tokens_before(step)
         return sum((e.source_tokens(p) for e, p in zip(self.epochs, positions, strict=True)), np.zeros(1))
 
+    def words(self, step: int) -> tuple[int, list[int]]:
+        """Words in all global batches before `step`, in all and by objective, rounded down. Raises PositionError.
+
+        Each source's tokens count with its own words a token, and inside an epoch all sources as far as the epoch is.
+        """
+        positions, rate = self._plan.objective_tokens_before(step), self._corpus.exposure.known_words_per_token()
+        if not self._corpus.mix.planned:
+            return int(sum(positions) * rate), [int(position * rate) for position in positions]
+        rates = np.array([source.words for source in self._corpus.sources]) / np.array(self._corpus.source_tokens)
+        of_streams = zip(self.epochs, positions, strict=True)
+        found = [float(epochs.source_tokens(position) @ rates) for epochs, position in of_streams]
+        return int(sum(found) + 1e-6), [int(words + 1e-6) for words in found]
+
     def repeats(self, step: int) -> np.ndarray:
         """How often the tokens of each source were used before `step`, on average: float64 [sources]."""
         return self.tokens(step) / np.array(self._corpus.source_tokens)

@@ -86,7 +86,7 @@ def test_a_run_of_so_many_words_counts_them_and_resumes(inputs, tmp_path, capsys
     given = arguments(inputs, tmp_path, max_words="2000", save_every=2)
     assert train_single_gpu.main(given) == 0
     lines, found = training_lines(tmp_path / "run"), read_inputs(parse_config(given, ""))
-    assert f" in {len(lines)} steps, the fewest that use up --max_words 2000 (" in capsys.readouterr().out
+    assert f" in {len(lines)} steps, the fewest that use up --max_words 2000\n" in capsys.readouterr().out
     assert lines[-2]["stats/words"] < 2000 <= lines[-1]["stats/words"]
     for line in lines:
         tokens = found.plan.objective_tokens_before(line["step"])
@@ -99,6 +99,46 @@ def test_a_run_of_so_many_words_counts_them_and_resumes(inputs, tmp_path, capsys
     assert "is complete" in capsys.readouterr().out
     assert train_single_gpu.main(arguments(inputs, tmp_path, max_words="3000")) == 2
     assert "--max_steps was" in capsys.readouterr().err
+
+
+MIXES = {
+    "stages": {
+        "stages": [
+            {"from": "0", "sources": [{"path": "train/part_0.shard", "weight": 1}]},
+            {"from": "40%", "sources": [{"path": "train/part_1.shard", "weight": 1}]},
+        ]
+    },
+    "weights": {
+        "sources": [{"path": "train/part_0.shard", "weight": 0.2}, {"path": "train/part_1.shard", "weight": 0.8}]
+    },
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_words_of_a_mix_are_those_of_its_sources(inputs, tmp_path, mix):
+    """The second source has a third of the words a token."""
+    shutil.copytree(inputs, folder := tmp_path / "inputs")
+    words = {"part_0.shard": 9000, "part_1.shard": 3000}
+    shards = [describe_shard(folder / "train" / name, number) for name, number in words.items()]
+    write_manifest(folder / "train", shards, tokenizer_hash(folder / "tokenizer.json"), 320, {})
+    (folder / "mix.json").write_text(json.dumps(MIXES[mix]))
+
+    def read(**options):
+        given = arguments(folder, tmp_path, train_path=folder / "mix.json", save_words="500..4000/500", **options)
+        return read_inputs(parse_config(given, ""))
+
+    found = read(max_words="4000")
+    steps = found.config.max_steps
+    seen = [found.words_after(step)["stats/words"] for step in range(steps + 1)]
+    assert seen == sorted(seen)
+    assert seen[steps] >= 4000 > read(max_steps=steps - 1).words_after(steps - 1)["stats/words"]
+    for step in range(steps + 1):
+        assert seen[step] == pytest.approx(found.ledger(step)["words"], abs=1)
+    for step, names in found.named_checkpoints.items():
+        for name in names:
+            least = parse_amount(name.removeprefix("chck_"), "words").value
+            assert seen[step] >= least > seen[step - 1]
+    assert sum(map(len, found.named_checkpoints.values())) == 8
 
 
 @pytest.mark.slow

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +16,18 @@ import torch
 from tokenizers import Tokenizer
 
 from data.batch_schedule import BatchSchedule
-from data.corpus import Corpus
+from data.corpus import Corpus, CorpusError
 from data.ledger import make_ledger
 from data.loader import BatchBuilder, Loader, ValidationSet
 from data.mask_rates import MaskRates
 from data.masking import MaskingOptions
+from data.mix_plan import MixPlan
 from data.objectives import OBJECTIVES
 from data.plan import DataPlan, resolve_split
 from data.positions import (
     BehindTheEnd,
     Exposure,
+    Position,
     PositionError,
     checkpoint_name,
     length_in_steps,
@@ -90,9 +95,8 @@ class Inputs:
         """`stats/words` and `stats/NAME_words`: words seen after `step` steps; empty where they are not known."""
         if not self.corpus.exposure.words_per_token:
             return {}
-        tokens = self.plan.objective_tokens_before(step)
-        words = {f"stats/{o.name}_words": part for o, part in zip(OBJECTIVES, tokens, strict=True)}
-        return {key: self.corpus.exposure.words_in(each) for key, each in {"stats/words": sum(tokens), **words}.items()}
+        words, parts = self.builder.mix.words(step)
+        return {"stats/words": words, **{f"stats/{o.name}_words": n for o, n in zip(OBJECTIVES, parts, strict=True)}}
 
     def loader(self, world: World, split: str, start_step: int) -> Loader:
         """The batches of this rank from `start_step` on."""
@@ -180,20 +184,51 @@ def _with_steps(config: TrainingConfig, corpus: Corpus) -> TrainingConfig:
     flag, amount = config.budget
     sizes = (config.seq_length, config.global_batch_size, config.batch_reduction, config.length_milestones)
     try:
-        steps = steps_for(corpus.exposure.tokens_of(amount), lambda steps: BatchSchedule(steps, *sizes))
+        if amount.unit == "words" and corpus.mix.planned:
+            steps = _steps_of_words(config, corpus, amount.value, lambda steps: BatchSchedule(steps, *sizes))
+        else:
+            steps = steps_for(corpus.exposure.tokens_of(amount), lambda steps: BatchSchedule(steps, *sizes))
     except PositionError as error:
         raise ConfigError(f"--{flag} {getattr(config, flag)}: {error}") from error
     return dataclasses.replace(config, max_steps=steps)
 
 
-def _named_checkpoints(config: TrainingConfig, plan: DataPlan, corpus: Corpus) -> dict[int, list[str]]:
+def _steps_of_words(
+    config: TrainingConfig, corpus: Corpus, words: Fraction, schedule: Callable[[int], BatchSchedule]
+) -> int:
+    """The fewest steps in which a mix gives so many words, whose sources have more or fewer of them a token."""
+    corpus.exposure.known_words_per_token()
+    rates = [Fraction(each.words, size) for each, size in zip(corpus.sources, corpus.source_tokens, strict=True)]
+    fewest, most = (steps_for(ceil(words / rate), schedule) for rate in (max(rates), min(rates)))
+
+    def words_in(steps: int) -> int:
+        plan = make_plan(dataclasses.replace(config, max_steps=steps), corpus.exposure)
+        try:
+            return MixPlan(corpus, plan).words(steps)[0]
+        except CorpusError:  # stages need a longer run; what still is wrong at the end is said when that is planned
+            return 0
+
+    return fewest + bisect_left(range(fewest, most), words, key=words_in)
+
+
+def _step_of(amount: Position, mix: MixPlan, plan: DataPlan, corpus: Corpus) -> int:
+    """The first step before which so much was used. Raises BehindTheEnd and PositionError."""
+    if amount.unit != "words":
+        return step_of(amount, plan.schedule, corpus.exposure)
+    step = bisect_left(range(plan.max_steps + 1), amount.value, key=lambda step: mix.words(step)[0])
+    if step > plan.max_steps:
+        raise BehindTheEnd(f"{amount} lies behind the end of the run")
+    return step
+
+
+def _named_checkpoints(config: TrainingConfig, mix: MixPlan, plan: DataPlan, corpus: Corpus) -> dict[int, list[str]]:
     """Inputs.named_checkpoints. Raises ConfigError where words are not known."""
     found: dict[int, list[str]] = {}
     for unit in ("words", "tokens", "epochs"):
         text = getattr(config, f"save_{unit}")
         for amount in parse_amounts(text, unit):
             try:
-                step = step_of(amount, plan.schedule, corpus.exposure)
+                step = _step_of(amount, mix, plan, corpus)
             except BehindTheEnd:
                 step = -1
             except PositionError as error:
@@ -286,7 +321,7 @@ def read_inputs(config: TrainingConfig) -> Inputs:
         )
     builder = BatchBuilder(corpus, plan, options)
     held_out_identity = held_out.corpus.identity() if held_out is not None else ""
-    identities, named = (corpus.identity(), held_out_identity), _named_checkpoints(config, plan, corpus)
+    identities, named = (corpus.identity(), held_out_identity), _named_checkpoints(config, builder.mix, plan, corpus)
     return Inputs(config, model_config, text, corpus, held_out, plan, builder, *identities, named)
 
 

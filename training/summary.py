@@ -85,13 +85,12 @@ def _batch_line(inputs: Inputs, step: int, world: World) -> str:
 
 def _amounts_line(inputs: Inputs) -> str:
     """Tokens and words of the run, and the budget that they spend."""
-    config, exposure = inputs.config, inputs.corpus.exposure
+    config, words = inputs.config, inputs.words_after(inputs.config.max_steps)
     tokens = inputs.plan.tokens_before(config.max_steps)
-    line = f"{tokens:,} tokens" + (f", {exposure.words_in(tokens):,} words" if exposure.words_per_token else "")
+    line = f"{tokens:,} tokens" + (f", {words['stats/words']:,} words" if words else "")
     if config.budget is not None:
-        flag, amount = config.budget
+        flag, _ = config.budget
         line += f" in {count(config.max_steps, 'step')}, the fewest that use up --{flag} {getattr(config, flag)}"
-        line += f" ({exposure.tokens_of(amount):,} tokens)" * (amount.unit != "tokens")
     return line + f"; ends early after {config.max_hours:g} hours" * bool(config.max_hours)
 
 
