@@ -32,15 +32,17 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     """The nearest matrices with orthonormal rows (columns, of tall ones), about, of each of [S, m, n], in its dtype.
 
     With X = U S V^T scaled to norm 1, each step takes X to a X + (b A + c A^2) X, A = X X^T, which keeps U and V and
-    drives S to 1. A matrix of zeros stays one.
+    drives S to 1; tall ones to a X + X (b A + c A^2), A = X^T X, so that nothing is transposed in memory. A matrix of
+    zeros stays one.
     """
     a, b, c = COEFFICIENTS
-    x = matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices / torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp(min=_EPS)
     for _ in range(STEPS):
-        gram = torch.bmm(x, x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if matrices.size(-2) > matrices.size(-1) else x
+        gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, factor, beta=a) if tall else torch.baddbmm(x, factor, x, beta=a)
+    return x
 
 
 def matched_scale(directions: Tensor) -> float:
@@ -129,21 +131,18 @@ class Muon(Lamb):
         self, parameters: list[Tensor], updates: list[Tensor], shape: tuple[int, int], group: dict[str, Any]
     ) -> None:
         """One step of parameters whose projections all have `shape`, along their updates made orthogonal."""
-        places = [parameter.size(0) // shape[0] for parameter in parameters]
+        rows = [parameter.size(0) for parameter in parameters]
         dtype = working_dtype(parameters[0].device)
-        stack = torch.empty(sum(places), *shape, dtype=dtype, device=parameters[0].device)
-        torch._foreach_copy_(_by_parameter(stack, places), updates)
-        directions, scales = newton_schulz(stack), matched_scale(stack)
+        stack = torch.empty(sum(rows), shape[1], dtype=dtype, device=parameters[0].device)
+        torch._foreach_copy_(stack.split(rows), updates)
+        directions = newton_schulz(stack.view(-1, *shape))
+        scales: Tensor | float = matched_scale(directions)
         if self.by_row:
             kept = self._kept("row_square", parameters, by_row=True)
-            second = torch.cat(kept).view(-1, shape[0])
-            scales = row_scales(directions, second, _ROW_BETA, group["eps"])
-            torch._foreach_copy_(kept, _by_parameter(second, places))
-        weights = torch.cat(parameters).view(-1, *shape)
-        descend(weights, directions, scales, group["lr"], group["weight_decay"], self.cautious)
-        torch._foreach_copy_(parameters, _by_parameter(weights, places))
-
-
-def _by_parameter(stack: Tensor, places: list[int]) -> list[Tensor]:
-    """The parts of a stack [S, m, ...] that belong to parameters with so many projections each, [places * m, ...]."""
-    return [part.flatten(0, 1) for part in stack.split(places)]
+            second = torch.cat(kept)
+            scales = row_scales(directions, second.view(-1, shape[0]), _ROW_BETA, group["eps"])
+            torch._foreach_copy_(kept, second.split(rows))
+        weights = torch.cat(parameters)
+        stacked = weights.view(-1, *shape)
+        descend(stacked, directions, scales, group["lr"], group["weight_decay"], self.cautious)
+        torch._foreach_copy_(parameters, weights.split(rows))
