@@ -27,8 +27,8 @@ def evaluate(model: Any, context: EvaluationContext) -> dict[str, tuple[float, i
     """How sure the model is of the next token: the entropy of its prediction in nats, mean over prompts."""
     total, count = 0.0, 0
     for prompt in PROMPTS[context.rank :: context.world_size]:  # each rank takes some; their sums are added up
-        ids = context.tokenizer.encode(f"<s>{prompt}", add_special_tokens=False).ids
-        tokens = torch.tensor([ids], device=context.device)
+        ids = context.tokenizer.encode(prompt, add_special_tokens=False).ids
+        tokens = torch.tensor([[context.special.ids["bos"], *ids]], device=context.device)
         hidden = model.encode(tokens, torch.zeros_like(tokens), True)  # one document, read causally: [1, T, D]
         log_p = model.predict(hidden[0, -1]).float().log_softmax(-1)
         total, count = total - float((log_p.exp() * log_p).sum()), count + 1

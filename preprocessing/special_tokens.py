@@ -4,8 +4,8 @@
     python preprocessing/special_tokens.py TOKENIZER --output FOLDER --add mask pad
 
 TOKENIZER is a tokenizer.json or a Hugging Face folder that holds one. New tokens get the ids behind its last, so that
-texts keep theirs and weights of the old vocabulary stay valid; the model's vocab_size grows by as many. FOLDER gets a
-tokenizer.json and a special_tokens_map.json, which says what has which role.
+texts keep theirs; the model's vocab_size grows by as many. FOLDER gets a tokenizer.json and a special_tokens_map.json,
+which says what has which role.
 """
 
 from __future__ import annotations

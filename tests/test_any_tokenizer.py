@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.foreign_tokenizers import write_tokenizer
 from helpers.tiny_runs import flags, make_texts
@@ -14,8 +15,11 @@ from data.masking import IGNORE_INDEX
 from data.objectives import CAUSAL
 from data.shards import tokenizer_hash
 from data.special_tokens import plain, read_special_tokens
-from evaluation import fill_mask, generate, minimal_pairs, perplexity
+from evaluation import fill_mask, generate, generation, minimal_pairs, perplexity
+from evaluation.finetune_data import Examples
+from evaluation.finetune_training import encode
 from export.from_huggingface import convert
+from export.hf_format import adapt_tokenizer, restore_tokenizer
 from export.load_model import load_model, load_special_tokens
 from export.to_huggingface import export
 from preprocessing import special_tokens, tokenize_corpus
@@ -105,6 +109,12 @@ def test_evaluation_and_samples_need_no_flag(trained, capsys):
     written = capsys.readouterr().out
     assert "the cat" in written
     assert "-> the cat" in written
+    loaded = generation.load(run, ema=False, device="cpu")
+    pair = Examples([("the cat sees a tree near the old house", "a dog")], np.zeros(1))
+    [row] = encode(pair, loaded.tokenizer, 64, loaded.special).rows
+    ids = [loaded.encode(text) for text in pair.texts[0]]
+    bos, eos = loaded.special.ids["bos"], loaded.special.ids["eos"]
+    assert row == [bos, *ids[0], eos, *ids[1], eos]
     lines = [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]
     # The little Unigram vocabulary has no word of three letters or more in one piece, for a gap.
     assert {line["kind"] for line in lines} == ({"causal"} if name == "t5" else {"causal", "masked"})
@@ -139,3 +149,13 @@ def test_the_exported_folder_has_the_tokens_and_gives_them_back(trained, tmp_pat
     used = tokenizer_hash(folder / "shards" / "train" / "tokenizer.json")
     assert tokenizer_hash(tmp_path / "back" / "tokenizer.json") == used
     assert read_special_tokens(tmp_path / "back").tokens == found.tokens
+
+
+def test_folders_exported_before_are_read(tmp_path):
+    """Their note tells the mask by another key."""
+    text = (write_tokenizer("ours", tmp_path / "used") / "tokenizer.json").read_text()
+    adapted, note = adapt_tokenizer(text, read_special_tokens(tmp_path / "used"))
+    old = {"post_processor": note["post_processor"], "mask_lstrip": note["added_tokens"]["<mask>"]["lstrip"]}
+    for each in (note, old):
+        (tmp_path / "restored.json").write_text(restore_tokenizer(adapted, each))
+        assert tokenizer_hash(tmp_path / "restored.json") == tokenizer_hash(tmp_path / "used" / "tokenizer.json")

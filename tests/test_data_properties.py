@@ -48,7 +48,11 @@ class Case:
     @property
     def options(self) -> MaskingOptions:
         words = FIRST + sum(self.lengths) + 10
-        return MaskingOptions(max(words, 70_000) if self.wide else words, even=self.even, row_start=self.row_start)
+        size, special = (max(words, 70_000), (*range(16), *range(19, words, 5))) if self.wide else (words, range(16))
+        bos_ends = self.wide and self.eos is None  # GPT-2's way
+        return MaskingOptions(
+            size, special_ids=tuple(special), bos_ends=bos_ends, even=self.even, row_start=self.row_start
+        )
 
     def open(self, folder: Path) -> Corpus:
         documents = np.split(np.arange(sum(self.lengths)) + FIRST, np.cumsum(self.lengths)[:-1])

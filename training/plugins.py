@@ -33,6 +33,7 @@ import torch
 from tokenizers import Tokenizer
 
 from data.loader import ValidationSet
+from data.special_tokens import SpecialTokens, special_tokens
 from training.config import ConfigError, TrainingConfig
 from training.inputs import Inputs
 from training.sinks import BackgroundSink
@@ -46,7 +47,8 @@ _ERRORS = (Exception, SystemExit)  # of a plugin; Ctrl-C is not its own
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """What `evaluate` may look at. held_out: the rows of --valid_path, None without."""
+    """What `evaluate` may look at. held_out: the rows of --valid_path, None without. special: special.ids["bos"] begins
+    a text, and so on."""
 
     step: int
     config: TrainingConfig
@@ -55,6 +57,7 @@ class EvaluationContext:
     device: torch.device
     rank: int
     world_size: int
+    special: SpecialTokens
 
 
 @dataclass
@@ -124,7 +127,8 @@ class Plugins:
         world, found = state.world, {}
         tokenizer = Tokenizer.from_str(inputs.tokenizer_text)
         of_rank = (inputs.held_out, world.device, world.rank, world.size)
-        context = EvaluationContext(state.step, inputs.config, tokenizer, *of_rank)
+        special = special_tokens(inputs.tokenizer_text, inputs.config.special_tokens or "")
+        context = EvaluationContext(state.step, inputs.config, tokenizer, *of_rank, special)
         line = {"step": state.step, "stats/tokens": inputs.plan.tokens_before(state.step)}
         for plugin in self._plugins:
             if (function := plugin.functions.get("evaluate")) is None:

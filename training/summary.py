@@ -16,6 +16,7 @@ from data.loader import micro_batch_rows
 from data.mask_rates import MaskRates
 from data.objectives import OBJECTIVES
 from data.plan import DataPlan, StepPlan, rows_of_rank
+from data.special_tokens import OURS
 from data.wording import count
 from model_config import ModelConfig
 from model_extra import model_class
@@ -143,7 +144,10 @@ def _data_lines(inputs: Inputs) -> str:
     epochs = [plan.objective_tokens(number) / epoch_tokens for number in range(len(OBJECTIVES))]
     reads = [f"{count:.2f}{' epochs' * (not number)} {OBJECTIVES[number].name}" for number, count in enumerate(epochs)]
     size = f"{corpus.num_documents:,} documents, {epoch_tokens:,} tokens an epoch"
-    return ("\n" + " " * 16).join([f"{size}; this run reads {' and '.join(reads)}", *inputs.builder.mix.lines()])
+    lines = [f"{size}; this run reads {' and '.join(reads)}", *inputs.builder.mix.lines()]
+    if (roles := inputs.config.special_tokens) != OURS:
+        lines.append(f"special tokens {roles}; {len(inputs.builder.options.special_ids):,} ids are no words")
+    return ("\n" + " " * 16).join(lines)
 
 
 def describe(inputs: Inputs, world: World, split: str, parameters: int, start_step: int, pairs: str = "") -> str:
