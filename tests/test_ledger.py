@@ -14,8 +14,7 @@ from data.corpus import Corpus
 from data.ledger import ledger_rows, make_ledger
 from data.shards import describe_shard, tokenizer_hash, write_manifest, write_shard
 from data.stream import TokenStream
-from export.model_card import NOTHING_STATED, model_card, read_records
-from model import ModelConfig
+from export.to_huggingface import export
 from report.page import page
 from report.runs import read_runs
 from tests.helpers.tiny_runs import flags, make_inputs, training_lines
@@ -87,13 +86,13 @@ def test_a_run_writes_its_ledger_with_each_checkpoint(run_folder, capsys):
     assert json.loads((run_folder / "ledger.json").read_text()) == written
 
 
-def test_report_and_model_card_show_the_ledger(run_folder):
+def test_report_and_model_card_show_the_ledger(run_folder, tmp_path):
     cells = ledger_rows(json.loads((run_folder / "ledger.json").read_text()))[1][0]
     shown = page(read_runs([str(run_folder)]))
     assert "Data used</h2>" in shown
     assert all(cell in shown for cell in cells)
     for step in (5, 12):
         checkpoint = locate(run_folder / "checkpoints" / f"step_{step:08d}")
-        config = ModelConfig.from_json(checkpoint.path / "config.json").to_dict()
-        card = model_card("x", "x", config, 1, False, read_records(checkpoint), NOTHING_STATED)
+        export(checkpoint.path, out := tmp_path / str(step))
+        card = (out / "README.md").read_text()
         assert f"| {' | '.join(ledger_rows(checkpoint.record['ledger'])[1][0])} |" in card
