@@ -126,7 +126,7 @@ def run_steps(
 
         waited = loader.advance()
         step = train_step(state, batch, targets, config, plan)  # micro-batches, all_reduce, clipping, LAMB, EMA
-        step.metrics.update(inputs.words_after(state.step))
+        step.metrics.update(inputs.exposure_after(state.step))
         log.log_steps(metrics.push(step, loader_wait_seconds=waited))
 
         evaluates = evaluations.due(state.step)  # validation and samples, plugins, minimal pairs

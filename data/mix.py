@@ -230,3 +230,16 @@ def _with_names(path: Path, stages: list[MixStage]) -> list[MixStage]:
         )
         for stage in stages
     ]
+
+
+def named_paths(text: str) -> dict[str, str]:
+    """The held-out sets of --valid_path: `web=PATH,books=PATH` by name, or a single path by "". Raises CorpusError."""
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    if not text or Path(text).exists() or not all(equals and _NAME.fullmatch(name) for name, equals, _ in parts):
+        return {"": text} if text else {}
+    found = {name: path for name, _, path in parts}
+    if len(found) < len(parts) or not all(found.values()):
+        raise CorpusError(f"--valid_path {text!r}: each set has a name and a path, as in web=PATH,books=PATH")
+    if taken := {name for name in found if name.startswith("ema_")}:
+        raise CorpusError(f"--valid_path {text!r}: {min(taken)} is the name of averaged weights; give another")
+    return found

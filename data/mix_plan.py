@@ -159,6 +159,16 @@ class MixPlan:
         """How often the tokens of each source were used before `step`, on average: float64 [sources]."""
         return self.tokens(step) / np.array(self._corpus.source_tokens)
 
+    def metrics(self, step: int) -> dict[str, float]:
+        """`data/NAME_tokens` and `data/NAME_epochs` of each of several sources: tokens used so far, and how often."""
+        if len(self._corpus.sources) == 1:
+            return {}
+        tokens, uses, found = self.tokens(step).tolist(), self.repeats(step).tolist(), {}
+        for number, source in enumerate(self._corpus.sources):
+            found[f"data/{source.name}_tokens"] = round(tokens[number])
+            found[f"data/{source.name}_epochs"] = uses[number]
+        return found
+
     def lines(self) -> list[str]:
         """For people: what each stage reads of each source; none of a single source."""
         if len(self._corpus.sources) == 1:

@@ -31,6 +31,7 @@ from tokenizers import Tokenizer
 from data.atomic_io import json_objects, write_atomically
 from data.cli import Parser
 from data.corpus import Corpus, CorpusError
+from data.mix import named_paths
 from data.shards import ShardError
 from data.special_tokens import special_tokens
 from evaluation.fill_mask import MASK, check_text, mask_row, predict_gaps
@@ -122,6 +123,7 @@ def held_out_corpus(folder: Path, model: LoadedModel) -> Corpus:
     if not path:
         raise UsageError(f"{folder} was trained without --valid_path: {remedy}.")
     try:
+        path = next(iter(named_paths(path).values()))
         return Corpus(path, tokenizer_hash=None, bos_id=model.special_id("bos"), eos_id=None)
     except (CorpusError, ShardError, OSError) as error:
         raise UsageError(f"the held-out data of {folder} cannot be read ({error}): {remedy}.") from error

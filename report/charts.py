@@ -6,6 +6,7 @@ thin line), "ema" (hollow points, dashed), "line" or "stepped". colour: the name
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -80,8 +81,24 @@ def objective_charts(runs: list[Run], measure: str, title: str, **options: Any) 
             lines.append(_line(run, number, f"valid/{objective}_{measure}", "valid", hue, "validation"))
             lines.append(_line(run, number, f"valid/ema_{objective}_{measure}", "ema", hue, "validation, EMA"))
         charts += _chart(f"{objective}_{measure}", f"{objective.capitalize()} {title}", lines, **options)
+        charts += _set_charts(runs, objective, measure, f"{objective.capitalize()} {title}", colour, **options)
     if not charts:
         charts = _chart(measure, title.capitalize(), _noisy(runs, f"train/{measure}"), **options)
+    return charts
+
+
+def _set_charts(runs: list[Run], objective: str, measure: str, title: str, colour: str, **options: Any) -> list[Chart]:
+    """A small chart of `valid/NAME/...` for each of several held-out sets."""
+    key = re.compile(rf"valid/([^/]+)/(?:ema_)?{re.escape(objective)}_{measure}")
+    names = dict.fromkeys(found[1] for run in runs for each in run.metrics.series if (found := key.fullmatch(each)))
+    charts: list[Chart] = []
+    for name in names:
+        lines = []
+        for number, run in enumerate(runs):
+            hue = colour if len(runs) == 1 else run_colour(number)
+            lines.append(_line(run, number, f"valid/{name}/{objective}_{measure}", "valid", hue, "validation"))
+            lines.append(_line(run, number, f"valid/{name}/ema_{objective}_{measure}", "ema", hue, "validation, EMA"))
+        charts += _chart(f"{objective}_{measure}_{name}", f"{title}, {name}", lines, **{**options, "small": True})
     return charts
 
 

@@ -221,11 +221,10 @@ def _examine_folder(doctor: Doctor, inputs: Inputs, environment: Environment) ->
 
 def _examine_shards(doctor: Doctor, inputs: Inputs, checksums: str) -> None:
     """Sizes and checksums of the shards, and how often they are read."""
-    held_out = inputs.held_out.corpus if inputs.held_out else None
-    for name, corpus in (("train shards", inputs.corpus), ("valid shards", held_out)):
-        if corpus is None:
-            doctor.skip("no --valid_path", name)
-            continue
+    sets = {f"valid shards{name and f' of {name}'}": each.corpus for name, each in inputs.held_out_sets.items()}
+    if not sets:
+        doctor.skip("no --valid_path", "valid shards")
+    for name, corpus in {"train shards": inputs.corpus, **sets}.items():
         measure = partial(doctor_run.measure_shards, corpus, checksums, doctor.store.rank, doctor.store.size)
         doctor.check(name, measure, partial(doctor_run.assess_shards, name=name, corpus=corpus), _CHECKSUM_SECONDS)
     doctor.assess("epochs", lambda: doctor_run.assess_epochs(inputs))

@@ -129,9 +129,9 @@ def test_words_of_a_mix_are_those_of_its_sources(inputs, tmp_path, mix):
 
     found = read(max_words="4000")
     steps = found.config.max_steps
-    seen = [found.words_after(step)["stats/words"] for step in range(steps + 1)]
+    seen = [found.exposure_after(step)["stats/words"] for step in range(steps + 1)]
     assert seen == sorted(seen)
-    assert seen[steps] >= 4000 > read(max_steps=steps - 1).words_after(steps - 1)["stats/words"]
+    assert seen[steps] >= 4000 > read(max_steps=steps - 1).exposure_after(steps - 1)["stats/words"]
     for step in range(steps + 1):
         assert seen[step] == pytest.approx(found.ledger(step)["words"], abs=1)
     for step, names in found.named_checkpoints.items():
@@ -163,7 +163,7 @@ NAMED = {"max_words": "2400", "save_words": "500..2000/500,9k", "save_epochs": "
 def named_steps(inputs: Path, output: Path) -> dict[str, int]:
     """The first step after which so many words were seen, by the names of checkpoints."""
     found = read_inputs(parse_config(arguments(inputs, output, **NAMED), ""))
-    seen = [found.words_after(step)["stats/words"] for step in range(found.config.max_steps + 1)]
+    seen = [found.exposure_after(step)["stats/words"] for step in range(found.config.max_steps + 1)]
     tokens = [found.plan.tokens_before(step) for step in range(found.config.max_steps + 1)]
     names = {"chck_500": 500, "chck_1k": 1000, "chck_1500": 1500, "chck_2k": 2000}
     steps = {name: next(step for step, words in enumerate(seen) if words >= least) for name, least in names.items()}

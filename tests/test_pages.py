@@ -43,7 +43,7 @@ SHELL_SCRIPTS = {
     "slurm/preprocess.sbatch": "preprocessing/tokenize_corpus.py",
 }
 # What looks like a path here and is none: a metric's key, a file that the reader makes.
-NO_PATHS = {"data/fingerprint", "slurm/site.env", "model_plain.py"}
+NO_PATHS = {"data/fingerprint", "data/SOURCE_tokens", "data/SOURCE_epochs", "slurm/site.env", "model_plain.py"}
 PLACEHOLDER = re.compile(r"[A-Z]+(_cuda)?\.\w+")  # X.py, NAME.py
 # Speaks of what is gone, too.
 HISTORY = {"CHANGELOG.md"}

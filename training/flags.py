@@ -65,7 +65,13 @@ class Flags:
     train_path: str = _flag(
         "", "training shards: a folder, a file, a glob, or a mix file (.json)", "files", REQUIRED, path=True
     )
-    valid_path: str = _flag("", "held-out shards, in the same forms; no validation where left out", "files", path=True)
+    valid_path: str = _flag(
+        "",
+        "held-out shards, in the same forms, or several sets by name, web=PATH,books=PATH, each with its own curves "
+        "(valid/web/masked_loss; those of the first are valid/masked_loss, too); no validation where left out",
+        "files",
+        path=True,
+    )
     config_file: str = _flag("", "model configuration (JSON), e.g. configs/base.json", "files", REQUIRED, path=True)
     tokenizer_path: str = _flag("", "tokenizer.json that the shards were made with", "files", REQUIRED, path=True)
     output_dir: str = _flag("runs", "folder of run folders", "files", path=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from data.ledger import make_ledger
 from data.loader import BatchBuilder, Loader, ValidationSet
 from data.mask_rates import MaskRates
 from data.masking import MaskingOptions
+from data.mix import named_paths
 from data.mix_plan import MixPlan
 from data.objectives import OBJECTIVES
 from data.plan import DataPlan, resolve_split
@@ -62,20 +64,23 @@ class Inputs:
     model_config: ModelConfig
     tokenizer_text: str
     corpus: Corpus
-    held_out: ValidationSet | None
     plan: DataPlan
     builder: BatchBuilder
     data_identity: str
     held_out_identity: str
     named_checkpoints: Mapping[int, list[str]]
+    held_out_sets: Mapping[str, ValidationSet]
 
-    @cached_property
-    def held_out_longest(self) -> ValidationSet | None:
-        """The held-out set in rows of the run's final length; None where rows do not grow."""
+    @property
+    def held_out(self) -> ValidationSet | None:
+        """The first held-out set; None without --valid_path."""
+        return next(iter(self.held_out_sets.values()), None)
+
+    @property
+    def grown_rows(self) -> int | None:
+        """The run's final row length, for held-out sets in rows of it; None where rows do not grow."""
         longest = self.plan.longest_row
-        if self.held_out is None or longest == self.held_out.seq_length:
-            return None
-        return self.held_out.in_rows_of(longest)
+        return None if longest == self.config.seq_length else longest
 
     def on_device(self, device: torch.device) -> Inputs:
         """These inputs with the flags filled in whose default depends on the device."""
@@ -91,12 +96,15 @@ class Inputs:
         """What the first `step` steps use of each source (data/ledger.py)."""
         return make_ledger(self.corpus, self.builder.mix.epochs, self.plan.objective_tokens_before(step), step)
 
-    def words_after(self, step: int) -> dict[str, int]:
-        """`stats/words` and `stats/NAME_words`: words seen after `step` steps; empty where they are not known."""
+    def exposure_after(self, step: int) -> dict[str, float]:
+        """What was seen after `step` steps: `stats/words` and `stats/OBJECTIVE_words`, where words are known, and of a
+        mix `data/SOURCE_tokens` and `data/SOURCE_epochs`."""
+        found = self.builder.mix.metrics(step)
         if not self.corpus.exposure.words_per_token:
-            return {}
+            return found
         words, parts = self.builder.mix.words(step)
-        return {"stats/words": words, **{f"stats/{o.name}_words": n for o, n in zip(OBJECTIVES, parts, strict=True)}}
+        by_objective = {f"stats/{each.name}_words": part for each, part in zip(OBJECTIVES, parts, strict=True)}
+        return found | {"stats/words": words, **by_objective}
 
     def loader(self, world: World, split: str, start_step: int) -> Loader:
         """The batches of this rank from `start_step` on."""
@@ -305,12 +313,7 @@ def read_inputs(config: TrainingConfig) -> Inputs:
             f"{config.tokenizer_path!r} has {words} tokens{added}; set vocab_size to {words} (or to the next multiple "
             "of 64)"
         )
-    held_out = None
-    if config.valid_path:
-        rows = config.validation_steps * config.local_batch_size or None
-        valid = Corpus(config.valid_path, tokenizer_hash=identity, bos_id=options.bos_id, eos_id=eos)
-        held_out = ValidationSet(valid, _held_out_masks(options), config.seq_length, rows=rows)
-        _refuse_shared(config, corpus, valid)
+    sets = _held_out_sets(config, options, identity, eos, corpus)
     config = _with_steps(config, corpus)
     plan = make_plan(config, corpus.exposure)
     config = _with_lengths(config, plan, corpus)
@@ -320,14 +323,32 @@ def read_inputs(config: TrainingConfig) -> Inputs:
             f"--batch_reduction ({config.batch_reduction:g}) and longer rows have divided it; raise it or lower those"
         )
     builder = BatchBuilder(corpus, plan, options)
-    held_out_identity = held_out.corpus.identity() if held_out is not None else ""
-    identities, named = (corpus.identity(), held_out_identity), _named_checkpoints(config, builder.mix, plan, corpus)
-    return Inputs(config, model_config, text, corpus, held_out, plan, builder, *identities, named)
+    identities = (corpus.identity(), _identity_of(sets))
+    named = _named_checkpoints(config, builder.mix, plan, corpus)
+    return Inputs(config, model_config, text, corpus, plan, builder, *identities, named, sets)
 
 
-def _held_out_masks(options: MaskingOptions) -> MaskingOptions:
-    """Those of validation: the published spans and no weights, so that runs with other masks compare."""
-    return dataclasses.replace(options, even=False, rate_power=0.0, span_length=MaskingOptions.span_length)
+def _held_out_sets(
+    config: TrainingConfig, options: MaskingOptions, tokenizer: str, eos: int | None, corpus: Corpus
+) -> dict[str, ValidationSet]:
+    """The sets of --valid_path by name, "" that of a single path."""
+    rows = config.validation_steps * config.local_batch_size or None
+    # The published spans and no weights, so that runs with other masks compare.
+    masks = dataclasses.replace(options, even=False, rate_power=0.0, span_length=MaskingOptions.span_length)
+    found = {}
+    for name, path in named_paths(config.valid_path).items():
+        valid = Corpus(path, tokenizer_hash=tokenizer, bos_id=options.bos_id, eos_id=eos)
+        _refuse_shared(config, corpus, valid)
+        found[name] = ValidationSet(valid, masks, config.seq_length, rows=rows)
+    return found
+
+
+def _identity_of(sets: Mapping[str, ValidationSet]) -> str:
+    """What changes with the content of the held-out sets; "" without any."""
+    if not sets or "" in sets:
+        return "".join(held_out.corpus.identity() for held_out in sets.values())
+    named = {name: held_out.corpus.identity() for name, held_out in sets.items()}
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
 def _refuse_shared(config: TrainingConfig, corpus: Corpus, valid: Corpus) -> None:

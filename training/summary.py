@@ -105,11 +105,13 @@ def _named_line(named: Mapping[int, list[str]], weights_only: bool) -> str:
 
 
 def _validation_line(inputs: Inputs) -> str:
-    held_out, longest = inputs.held_out, inputs.held_out_longest
-    if held_out is None:
+    if not inputs.held_out_sets:
         return "none (--valid_path)"
-    line = f"{held_out.used_rows:,} of {held_out.total_rows:,} rows of {held_out.seq_length}"
-    return line if longest is None else f"{line}, of {longest.seq_length} too once rows are so long"
+    line = ", ".join(
+        f"{name}: " * bool(name) + f"{each.used_rows:,} of {each.total_rows:,} rows of {each.seq_length}"
+        for name, each in inputs.held_out_sets.items()
+    )
+    return line if inputs.grown_rows is None else f"{line}, of {inputs.grown_rows} too once rows are so long"
 
 
 def _ratio(inputs: Inputs) -> str:

@@ -74,38 +74,47 @@ def validation_metrics(state: TrainState, inputs: Inputs, wanted: Callable[[], b
     """Validation of the weights and of their average.
 
     Rows have the run's first length, so that all validations compare; once training's rows have grown to their final
-    length, held-out rows of that length are measured, too, as `valid/masked_loss_512`. wanted: as in `validate`.
+    length, held-out rows of that length are measured, too, as `valid/masked_loss_512`. Of several sets, each has its
+    own `valid/NAME/masked_loss`, and the first is `valid/masked_loss`, too. wanted: as in `validate`.
     """
-    config, held_out, longest = inputs.config, inputs.held_out, inputs.held_out_longest
-    assert held_out is not None
-    sets = [(held_out, config.local_batch_size, "")]
-    if longest is not None and inputs.plan.step(max(0, state.step - 1)).seq_length == longest.seq_length:
-        rows = micro_batch_rows(config.local_batch_size, config.seq_length, longest.seq_length)
-        sets.append((longest, rows, f"_{longest.seq_length}"))
+    config, grown, sets = inputs.config, inputs.grown_rows, []
+    for name, held_out in inputs.held_out_sets.items():
+        prefix = f"valid/{name}/" if name else "valid/"
+        sets.append((held_out, config.local_batch_size, prefix, ""))
+        if grown is not None and inputs.plan.step(max(0, state.step - 1)).seq_length == grown:
+            rows = micro_batch_rows(config.local_batch_size, config.seq_length, grown)
+            sets.append((held_out.in_rows_of(grown), rows, prefix, f"_{grown}"))
 
-    def measure(prefix: str) -> dict[str, float]:
+    def measure(weights: str) -> dict[str, float]:
         found, autocast = {}, bool(config.mixed_precision)
-        for each, batch_rows, suffix in sets:
-            found |= validate(state.model, each, state.world, batch_rows, autocast, prefix, suffix, wanted)
+        for each, rows, prefix, suffix in sets:
+            found |= validate(state.model, each, state.world, rows, autocast, prefix + weights, suffix, wanted)
         return found
 
-    metrics = measure("valid/")
+    metrics = measure("")
     with state.ema.swapped_in(state.model):
-        metrics |= measure("valid/ema_")
+        metrics |= measure("ema_")
+    first = sets[0][2].removeprefix("valid/")  # of several, the first is also what a run with a single set has
+    metrics |= {key.replace(first, "", 1): value for key, value in metrics.items() if first and f"valid/{first}" in key}
     return {"step": state.step, "stats/tokens": inputs.plan.tokens_before(state.step), **metrics}
 
 
 def validation_line(metrics: dict[str, Any]) -> str:
     """What the console says of `validation_metrics`."""
 
-    def losses(suffix: str) -> str:
+    def losses(prefix: str, suffix: str) -> str:
+        keys = {name: f"{name}_loss{suffix}" for name in OBJECTIVE_NAMES if f"{prefix}{name}_loss{suffix}" in metrics}
         return ", ".join(
-            f"{name} {metrics[f'valid/{name}_loss{suffix}']:.3f} (EMA {metrics[f'valid/ema_{name}_loss{suffix}']:.3f})"
-            for name in OBJECTIVE_NAMES
-            if f"valid/{name}_loss{suffix}" in metrics
+            f"{name} {metrics[prefix + key]:.3f} (EMA {metrics[f'{prefix}ema_{key}']:.3f})"
+            for name, key in keys.items()
         )
 
-    line = f"step {metrics['step']:>6}  validation loss: {losses('')}"
-    longer = re.compile(rf"valid/(?:{'|'.join(OBJECTIVE_NAMES)})_loss_(\d+)")
-    lengths = {found[1] for key in metrics if (found := longer.fullmatch(key))}
-    return "; ".join([line, *(f"in rows of {length}: {losses(f'_{length}')}" for length in sorted(lengths))])
+    known = re.compile(rf"valid/(?:([^/]+)/)?(?:{'|'.join(OBJECTIVE_NAMES)})_loss(?:_(\d+))?")
+    found = [match for key in metrics if (match := known.fullmatch(key))]
+    lengths = sorted({match[2] for match in found if match[2]}, key=int)
+    parts = []
+    for name in dict.fromkeys(match[1] for match in found if match[1]) or [""]:
+        prefix = f"valid/{name}/" if name else "valid/"
+        longer = "".join(f"; in rows of {length}: {losses(prefix, f'_{length}')}" for length in lengths)
+        parts.append(f"{name}: " * bool(name) + losses(prefix, "") + longer)
+    return f"step {metrics['step']:>6}  validation loss: {' | '.join(parts)}"
