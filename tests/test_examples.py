@@ -72,6 +72,25 @@ def test_own_texts_become_a_model_and_a_second_call_continues(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_language_becomes_a_published_model_with_a_ledger(tmp_path):
+    write_texts(tmp_path / "texts.txt")
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    (tmp_path / "pairs.jsonl").write_text('{"sentence_good": "one two three", "sentence_bad": "three one two"}\n')
+    short = [flag for flag in SHORT if not flag.startswith(("--max_steps", "--validate", "--save"))]
+    choices = {"MODEL": "tiny.json", "VOCABULARY": 290, "EPOCHS": 2, "PAIRS": "pairs.jsonl", "LICENSE": "mit"}
+    done = tell("my_language.sh", "texts.txt", "eu", "out", *short, folder=tmp_path, **choices)
+    assert done.returncode == 0, done.stdout + done.stderr
+    published = tmp_path / "out" / "published"
+    card = (published / "README.md").read_text()
+    assert "- 'eu'" in card
+    assert "license: mit" in card
+    assert "repetitions" in card.lower()
+    branches = subprocess.run(["git", "-C", str(published), "branch"], capture_output=True, text=True, check=True)
+    assert {"chck_1e", "chck_2e", "main"} <= set(branches.stdout.replace("*", "").split())
+    assert json.loads((tmp_path / "out" / "pairs.json").read_text())["sets"]
+
+
+@pytest.mark.slow
 def test_a_model_is_fine_tuned_and_published(tmp_path):
     task = tmp_path / "tasks" / "length"
     task.mkdir(parents=True)

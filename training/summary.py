@@ -101,7 +101,7 @@ def _named_line(named: Mapping[int, list[str]], weights_only: bool) -> str:
     shown = reached if len(reached) < 3 else [reached[0], "...", reached[-1]]
     line = f"{count(len(reached), 'named checkpoint')}{', weights alone' * weights_only}" + ": " * bool(reached)
     line += ", ".join(shown)
-    return line + f"; behind the end of the run: {', '.join(named[-1])}" * (-1 in named)
+    return line + f"; behind the end of the run: {', '.join(named.get(-1, []))}" * (-1 in named)
 
 
 def _validation_line(inputs: Inputs) -> str:
