@@ -86,7 +86,7 @@ def _batch_line(inputs: Inputs, step: int, world: World) -> str:
 
 def _amounts_line(inputs: Inputs) -> str:
     """Tokens and words of the run, and the budget that they spend."""
-    config, words = inputs.config, inputs.words_after(inputs.config.max_steps)
+    config, words = inputs.config, inputs.exposure_after(inputs.config.max_steps)
     tokens = inputs.plan.tokens_before(config.max_steps)
     line = f"{tokens:,} tokens" + (f", {words['stats/words']:,} words" if words else "")
     if config.budget is not None:
