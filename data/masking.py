@@ -56,6 +56,7 @@ class MaskingOptions:
     even: bool = False
     span_length: int = 3  # the longest; lengths from 1 on are equally frequent
     rate_power: float = 0.0  # gamma: a masked row's targets weigh (its masked fraction) ** -gamma
+    word_beginnings: bytes = b""  # a byte for each id, 1 where a word begins; spans are then whole words
     row_start: bool = True  # whether a row's first input is `<s>`, also where the row goes on in a document
     seed: int = 0  # of `even` masking, whose spans belong to the corpus and not to a row
 
@@ -214,7 +215,11 @@ def build_inputs(
         return ModelInputs(tokens[:, :-1], all_labels, document_ids, causal, objective)
     is_special, _ = _specials_and_words(options.vocab_size, options.special_ids, tokens.device)
     maskable = ~is_special[owned] & ~padding[:, 1:] & ~unmasked[:, None]
-    selected, span_key = _select(maskable, row_keys, mask_counts, None if origins is None else origins[:, 1:], options)
+    begins = None
+    if options.word_beginnings:
+        begins = _word_beginnings(options.word_beginnings, tokens.device)[owned] | is_special[tokens[:, :-1]]
+    origins = None if origins is None else origins[:, 1:]
+    selected, span_key = _select(maskable, row_keys, mask_counts, origins, begins, options)
     masked_labels = owned.masked_fill(~selected, IGNORE_INDEX)
 
     corrupted = torch.where(selected, _replacements(owned, row_keys, span_key, options), owned)
@@ -249,11 +254,36 @@ def _patterns(longest: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([[i for i, length in enumerate(p) for _ in range(length)] for p in orders]).to(device)
 
 
-def _select(maskable, row_keys, mask_counts, origins, options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which owned tokens are masked (bool [B, T]), and a number naming the span of each token (int64 [B, T])."""
+@cache
+def _word_beginnings(table: bytes, device: torch.device) -> torch.Tensor:
+    """MaskingOptions.word_beginnings on a device, bool [V]; copied once, as _patterns."""
+    return torch.tensor(list(table), dtype=torch.bool, device=device)
+
+
+def _select(maskable, row_keys, mask_counts, origins, begins, options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which owned tokens are masked (bool [B, T]), and a number naming the span of each token (int64 [B, T]).
+
+    begins: whether a word begins with each token, bool [B, T], where spans are words.
+    """
     column = torch.arange(maskable.shape[1], device=maskable.device)
+    if begins is None:
+        priority, span = _spans(column, row_keys, origins, options)
+    else:
+        span = begins.cumsum(1)
+        priority = _bits(fold_torch(row_keys[:, None], _PRIORITY), span, _UNIFORM_BITS)
+
+    # Order tokens by (priority of their span, column) and take the first mask_counts of each row. The threshold is the
+    # last that is taken: a sort and a gather, where a loop over rows would synchronise with the host.
+    order = (priority << (63 - _UNIFORM_BITS)) + column
+    order = order.masked_fill(~maskable, torch.iinfo(torch.int64).max)
+    threshold = order.sort(dim=1).values.gather(1, (mask_counts - 1).clamp(min=0)[:, None])
+    return (order <= threshold) & maskable & (mask_counts > 0)[:, None], span
+
+
+def _spans(column, row_keys, origins, options) -> tuple[torch.Tensor, torch.Tensor]:
+    """The priority of the span of each owned token, of _UNIFORM_BITS, and the span's number; int64 [B, T] each."""
     keys = row_keys[:, None]
-    patterns = _patterns(options.span_length, maskable.device)
+    patterns = _patterns(options.span_length, column.device)
     size = patterns.shape[1]  # tokens in a block
     if options.even:
         if origins is None:
@@ -274,13 +304,7 @@ def _select(maskable, row_keys, mask_counts, origins, options) -> tuple[torch.Te
     priority = _bits(fold_torch(key, _PRIORITY), span, _UNIFORM_BITS)
     if options.even:
         priority = (_stratified(priority, span, key) + uses * _GOLDEN_STEP) & ((1 << _UNIFORM_BITS) - 1)
-
-    # Order tokens by (priority of their span, column) and take the first mask_counts of each row. The threshold is the
-    # last that is taken: a sort and a gather, where a loop over rows would synchronise with the host.
-    order = (priority << (63 - _UNIFORM_BITS)) + column
-    order = order.masked_fill(~maskable, torch.iinfo(torch.int64).max)
-    threshold = order.sort(dim=1).values.gather(1, (mask_counts - 1).clamp(min=0)[:, None])
-    return (order <= threshold) & maskable & (mask_counts > 0)[:, None], span
+    return priority, span
 
 
 def _stratified(priority: torch.Tensor, span: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

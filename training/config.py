@@ -119,6 +119,10 @@ def _check_mask_rate(config: TrainingConfig) -> None:
         MaskRates.parse(config.mask_rate)
     except MaskRateError as error:
         raise ConfigError(f"--mask_rate is {config.mask_rate!r}; {error}") from None
+    if config.masking == "words" and config.mask_span_length != FIELDS["mask_span_length"].default:
+        raise ConfigError(
+            f"--mask_span_length is {config.mask_span_length} but --masking words masks whole words; leave it out"
+        )
 
 
 def _check_batches(config: TrainingConfig) -> None:

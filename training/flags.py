@@ -121,9 +121,10 @@ class Flags:
     mask_keep_p: float = _flag(0.1, "fraction of masked spans shown unchanged", "objective", FRACTION)
     masking: str = _flag(
         "random",
-        "random: fresh spans for every row; even: spans fixed in the corpus, each masked about once per 1/p epochs",
+        "random: fresh spans for every row; even: spans fixed in the corpus, each masked about once per 1/p epochs; "
+        "words: whole words, as far as a row's number of masked tokens comes out",
         "objective",
-        choices=("random", "even"),
+        choices=("random", "even", "words"),
     )
     mask_rate: str = _flag(
         "fixed", "how much of a masked row is masked. fixed: as mask_p_start and mask_p_end say; drawn for each row: "

@@ -41,6 +41,7 @@ from data.positions import (
 from data.ratio_schedule import RatioPoint, RatioSchedule, parse_schedule, ratio_for, resolve_schedule
 from data.shards import tokenizer_hash
 from data.special_tokens import SpecialTokens, read_special_tokens, tokenizer_file
+from data.words import NoWordsError, word_beginnings
 from model import ModelConfig, ModelConfigError
 from training.checkpoint import training_flags
 from training.config import LATER_FLAGS, ConfigError, TrainingConfig, later_flag
@@ -299,6 +300,7 @@ def read_inputs(config: TrainingConfig) -> Inputs:
         even=config.masking == "even",
         span_length=config.mask_span_length,
         rate_power=config.mask_rate_loss_power,
+        word_beginnings=_word_beginnings(config, text, special.vocab_size) if config.masking == "words" else b"",
         row_start=bool(config.row_start),
         seed=config.seed,
     )
@@ -334,7 +336,8 @@ def _held_out_sets(
     """The sets of --valid_path by name, "" that of a single path."""
     rows = config.validation_steps * config.local_batch_size or None
     # The published spans and no weights, so that runs with other masks compare.
-    masks = dataclasses.replace(options, even=False, rate_power=0.0, span_length=MaskingOptions.span_length)
+    published = {"even": False, "rate_power": 0.0, "span_length": MaskingOptions.span_length, "word_beginnings": b""}
+    masks = dataclasses.replace(options, **published)
     found = {}
     for name, path in named_paths(config.valid_path).items():
         valid = Corpus(path, tokenizer_hash=tokenizer, bos_id=options.bos_id, eos_id=eos)
@@ -349,6 +352,13 @@ def _identity_of(sets: Mapping[str, ValidationSet]) -> str:
         return "".join(held_out.corpus.identity() for held_out in sets.values())
     named = {name: held_out.corpus.identity() for name, held_out in sets.items()}
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()
+
+
+def _word_beginnings(config: TrainingConfig, tokenizer_text: str, vocab_size: int) -> bytes:
+    try:
+        return word_beginnings(tokenizer_text, vocab_size).tobytes()
+    except NoWordsError as error:
+        raise ConfigError(f"--masking is 'words' but --tokenizer_path {config.tokenizer_path!r} {error}") from None
 
 
 def _refuse_shared(config: TrainingConfig, corpus: Corpus, valid: Corpus) -> None:
