@@ -160,7 +160,7 @@ def score(
     for objective, by_token in score_texts(model, texts).items():
         parts, found = encoded[objective], {}
         ends = np.cumsum([len(part) for part, _ in parts.values()])[:-1]
-        sums = np.split(sentence_sums(texts[objective], by_token[None])[0], ends)
+        sums = np.split(sentence_sums(texts[objective], by_token)[0], ends)
         for (name, (_, owners)), own in zip(parts.items(), sums, strict=True):
             if owners is None:
                 found[name] = by_item(items[name], own)

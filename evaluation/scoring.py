@@ -116,9 +116,11 @@ def say_of_positions(model: ScoringModel, parts: Iterable[TokenizedSentences]) -
 
 
 def score_texts(
-    model: ScoringModel, texts: Mapping[str, TokenizedSentences], word_l2r: bool = False
+    model: ScoringModel, texts: Mapping[str, TokenizedSentences], *, word_l2r: bool = False, best: bool = False
 ) -> dict[str, np.ndarray]:
-    """For each objective the log-probabilities of all tokens of its texts, float32 [N], as `token_scores` gives them.
+    """For each objective the log-probabilities of all tokens of its texts, float32 [1, N] (with `best` [2, N]).
+
+    They and the options are those of `token_scores`.
 
     Raises UsageError where the device has too little memory.
     """
@@ -127,8 +129,8 @@ def score_texts(
         return {
             objective: token_scores(
                 model, sentences, model.special, model.world, model.shape, causal=objective == "causal",
-                autocast=model.autocast, word_l2r=word_l2r, progress=bar.update,
-            )[0]
+                autocast=model.autocast, word_l2r=word_l2r, progress=bar.update, best=best,
+            )
             for objective, sentences in texts.items()
         }  # fmt: skip
 

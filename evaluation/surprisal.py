@@ -78,8 +78,8 @@ def measure(options: argparse.Namespace) -> None:
     sentences = encode_by_span(model.loaded.tokenizer, texts, ends, model.special)
     say_of_positions(model, [sentences])
 
-    scores = score_texts(model, dict.fromkeys(modes, sentences), options.word_l2r)
-    surprisals = {mode: by_span(sentences, -of / math.log(2), counts) for mode, of in scores.items()}
+    scores = score_texts(model, dict.fromkeys(modes, sentences), word_l2r=options.word_l2r)
+    surprisals = {mode: by_span(sentences, -of[0] / math.log(2), counts) for mode, of in scores.items()}
     tokens = by_span(sentences, np.ones(len(sentences.ids)), counts)
     table = io.StringIO()
     writer = csv.writer(table)

@@ -174,7 +174,7 @@ def score(model: ScoringModel, suites: Sequence[SyntaxSuite], modes: Sequence[st
     say_of_positions(model, [texts])
     tokens = by_span(texts, np.ones(len(texts.ids)), counts)
     scores = score_texts(model, dict.fromkeys(objectives(modes), texts))
-    sums = {name: by_span(texts, -of / math.log(2), counts) for name, of in scores.items()}
+    sums = {name: by_span(texts, -of[0] / math.log(2), counts) for name, of in scores.items()}
     if "fused" in modes:
         sums["fused"] = (sums["masked"] + sums["causal"]) / 2
     bounds = np.cumsum(counts)[:-1]

@@ -173,8 +173,11 @@ def token_scores(
     temperatures: tuple[float, ...] = (1.0,),
     progress: Callable[[int], object] | None = None,
     wanted: Callable[[], bool] = lambda: False,
+    best: bool = False,
 ) -> np.ndarray:
     """Log-probability of every scored token at each temperature, float32 [K, N]; 0 for tokens that are not scored.
+
+    best: one line more, 1 where no token is more probable than the scored one, else 0.
 
     model: in evaluation mode, on world.device. shape: rows grow where a sentence is longer. autocast: bf16.
     word_l2r: mask the sub-words of the same word that follow the masked token too (PLL-word-l2r: Kauf and Ivanova,
@@ -186,12 +189,15 @@ def token_scores(
     shape = shape.holding(int(documents.lengths.max(initial=1)))
     order = np.argsort(-documents.lengths, kind="stable")  # the longest first
     mine = documents.take(order[world.rank :: world.size])
-    scores = torch.zeros(len(temperatures), len(sentences.ids), device=world.device)
+    scores = torch.zeros(len(temperatures) + best, len(sentences.ids), device=world.device)
     for part in until_stop(_batches(mine, shape), world, wanted):
         batch = _assemble(sentences, *part, shape, special, causal, word_l2r).to(world.device)
         with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=autocast):
             logits = model(batch.input_ids, batch.document_ids, causal, batch.positions)
-        scores[:, batch.scored] = log_probabilities(logits, batch.labels, temperatures).float()
+        scores[: len(temperatures), batch.scored] = log_probabilities(logits, batch.labels, temperatures).float()
+        if best:
+            label = logits.gather(1, batch.labels[:, None])[:, 0]
+            scores[-1, batch.scored] = (label == logits.amax(dim=1)).float()
         if progress is not None:
             progress(int(part[0].lengths.sum()))
     total = world.all_reduce(scores, "sentence scores")

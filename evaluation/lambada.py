@@ -1,0 +1,96 @@
+"""LAMBADA (Paperno et al., 2016): does a model find the last word of a text that only its whole context tells?
+
+    python evaluation/lambada.py MODEL --data lambada_test.jsonl --output results.json
+
+A line of the file is a JSON object with "text"; the last word is what follows the last white space, with the space
+before it. It is right where each of its tokens is the most probable one after the text and the word's tokens so far;
+masked, with a mask for each token from there on, so that their number is known. The perplexity is that of the word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: make the repository root importable
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+
+from data.atomic_io import write_atomically
+from data.cli import Parser
+from evaluation.generation import UsageError, run
+from evaluation.minimal_pairs import as_json
+from evaluation.pair_accuracy import accuracy, read_lines, text_of
+from evaluation.scoring import (
+    add_scoring_flags,
+    check_output,
+    check_scoring_flags,
+    load_for_scoring,
+    say_of_positions,
+    score_texts,
+)
+from evaluation.token_log_probs import TokenizedSentences, encode_sentences, sentence_sums
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    return run(evaluate, parse_arguments(arguments))
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(__doc__)
+    add_scoring_flags(parser, document_end=False)
+    parser.add_argument("--data", required=True, metavar="FILE.jsonl", help="JSON lines with the texts")
+    parser.add_argument("--mode", choices=("all", "masked", "causal"), default="all", help="default: all")
+    parser.add_argument("--output", metavar="FILE.json", help="write all results here")
+    return parser.parse_args(arguments)
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Print accuracy and perplexity, and write what --output asks for."""
+    check_scoring_flags(options)
+    check_output(options.output, "--output")
+    lines = read_lines(Path(options.data), "--data", "text")
+    texts = [text_of(value, "text", where).strip() for where, value in lines]
+    contexts = [len(text) - len(text.split()[-1]) for text in texts]
+    contexts = [len(text[:end].rstrip()) for text, end in zip(texts, contexts, strict=True)]
+    model, modes = load_for_scoring(options), ("masked", "causal") if options.mode == "all" else (options.mode,)
+    sentences = encode_sentences(model.loaded.tokenizer, texts, model.special, contexts)
+    if not sentences.counts.all():
+        where = lines[int(sentences.counts.argmin())][0]
+        raise UsageError(f"{where}: the last word has no token of the model's tokenizer.")
+    say_of_positions(model, [sentences])
+    last = whole_words(sentences)
+    found = {"model": options.model, "weights": "ema" if options.ema else "trained", "texts": len(texts)}
+    for mode, scores in score_texts(model, dict.fromkeys(modes, last), word_l2r=True, best=True).items():
+        found[mode] = of = results(last, scores)
+        low, right, high = (100 * of["accuracy"][key] for key in ("low", "accuracy", "high"))
+        print(f"{mode:<7} accuracy {right:.1f} % [{low:.1f}, {high:.1f}], perplexity {of['perplexity']:,.2f}")
+    if options.output:
+        write_atomically(options.output, (json.dumps(found, indent=1) + "\n").encode())
+
+
+def whole_words(sentences: TokenizedSentences) -> TokenizedSentences:
+    """The same where all scored tokens of a sentence are one word, however the tokenizer cuts it."""
+    words = np.arange(len(sentences.ids))
+    for start, first, last in zip(sentences.starts[:-1], sentences.first, sentences.scored, strict=True):
+        words[start + first : start + last + 1] = start + first
+    return TokenizedSentences(sentences.ids, words, sentences.starts, sentences.first, sentences.scored)
+
+
+def results(sentences: TokenizedSentences, scores: np.ndarray) -> Mapping[str, Any]:
+    """Accuracy with its 95 % interval and perplexity by word, as JSON; scores [2, N]: log-probabilities, best ones."""
+    sums, best = sentence_sums(sentences, scores)
+    return {
+        "accuracy": as_json(accuracy((best == sentences.counts).astype(float))),
+        "perplexity": float(np.exp(min(700.0, -sums.mean()))),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
