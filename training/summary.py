@@ -88,7 +88,7 @@ def _amounts_line(inputs: Inputs) -> str:
     """Tokens and words of the run, and the budget that they spend."""
     config, words = inputs.config, inputs.exposure_after(inputs.config.max_steps)
     tokens = inputs.plan.tokens_before(config.max_steps)
-    line = f"{tokens:,} tokens" + (f", {words['stats/words']:,} words" if words else "")
+    line = f"{tokens:,} tokens" + (f", {words['stats/words']:,} words" if "stats/words" in words else "")
     if config.budget is not None:
         flag, _ = config.budget
         line += f" in {count(config.max_steps, 'step')}, the fewest that use up --{flag} {getattr(config, flag)}"
