@@ -35,7 +35,7 @@ def make_ledger(corpus: Corpus, epochs: Sequence[Epochs], positions: Sequence[in
         return {
             "tokens": round(float(tokens.sum())),
             "documents": round(float(repeats @ documents[chosen])),
-            "words": round(float(repeats @ words[chosen])) if words[chosen].all() else None,
+            "words": int(float(repeats @ words[chosen]) + 1e-6) if words[chosen].all() else None,
             "repetitions": round(float(tokens.sum() / held[chosen].sum()), 6),
         }
 

@@ -26,6 +26,7 @@ _FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _UNITS = {"t": "tokens", "w": "words", "e": "epochs", "%": "fraction", "": "steps"}
 _LETTERS = {unit: letter for letter, unit in _UNITS.items()}
 _MOST = 10_000  # amounts in a range
+_MOST_STEPS = 1 << 24  # of which a plan is made
 _NUMBER = re.compile(r"(\d[\d_]*(?:\.\d*)?|\.\d+)([kMGBT]?)([twe%]?)")
 
 
@@ -192,8 +193,8 @@ def steps_for(tokens: int, schedule: Callable[[int], BatchSchedule]) -> int:
     high = 1
     while not enough(high):
         high *= 2
-        if high > 1 << 32:
-            raise PositionError(f"{tokens:,} tokens are more than 4 billion steps; raise --global_batch_size")
+        if high > _MOST_STEPS:
+            raise PositionError(f"{tokens:,} tokens are more than {_MOST_STEPS:,} steps; raise --global_batch_size")
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2

@@ -132,6 +132,16 @@ def test_a_budget_is_spent_by_the_smallest_number_of_steps(schedule, tokens):
     assert steps_for(tokens, of) == expected
 
 
+def test_a_budget_of_too_many_steps_is_refused():
+    class OneToken(BatchSchedule):
+        def tokens_before(self, step: int) -> int:
+            return step
+
+    assert steps_for(10**6, lambda steps: OneToken(steps, 1, 1)) == 10**6
+    with pytest.raises(PositionError, match=r"tokens are more than 16,777,216 steps; raise --global_batch_size"):
+        steps_for(10**13, lambda steps: OneToken(steps, 1, 1))
+
+
 def test_the_plan_uses_the_schedule():
     plan = DataPlan(40, 8, 64)
     assert [plan.tokens_before(step) for step in range(41)] == plan.schedule.token_sums.tolist()
