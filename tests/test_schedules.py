@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -94,6 +95,9 @@ def test_the_end_of_a_growing_batch_is_counted_from_the_end():
         ({"decay_shape": "sqrt"}, "--decay_shape is 'sqrt' but --schedule is 'cosine'; it is for wsd alone"),
         ({"warmup_proportion": 1.5}, "--warmup_proportion is 1.5; it must be a fraction between 0 and 1, or steps"),
         ({"weight_decay": 0.0, "weight_decay_end": 0.1}, "--weight_decay_end is 0.1 but --weight_decay is 0"),
+        ({"reset": ("step",)}, "--reset is step but no checkpoint is named; give --resume PATH, too"),
+        ({"reset": ("position",), "resume": "x"}, "--reset position needs step"),
+        ({"reset": ("steps",), "resume": "x"}, "--reset is 'steps'; choose optimizer,schedule,step"),
         ({"matrix_learning_rate": 0.1}, "--matrix_learning_rate is 0.1 but --optimizer is 'lamb'; it is for muon and"),
     ],
 )
@@ -130,6 +134,38 @@ def test_with_an_open_end_the_order_of_rows_does_not_depend_on_the_length():
         assert short.spans(objective) == long.spans(objective)
     assert [short.step(step).position for step in range(20)] == [long.step(step).position for step in range(20)]
     assert DataPlan(20, 8, 16).spans(0)[-1][1] == DataPlan(20, 8, 16).objective_tokens(0)
+
+
+@pytest.mark.slow
+def test_a_branch_begins_anew_what_it_resets(tmp_path):
+    """Rates over the steps left, or all from step 0; moments kept or not; and resumed it is the same branch."""
+    inputs = make_inputs(tmp_path / "inputs")
+
+    def lines(name: str, **options) -> list[dict]:
+        run(
+            flags(inputs, tmp_path, name, **{"save_every": 4, "validate_every": 0, "data_fingerprint": True, **options})
+        )
+        return training_lines(tmp_path / name)
+
+    def rate(step: int, steps: int) -> float:
+        return learning_rate(step, steps, 1e-2, 0.1, 0.016)
+
+    first = lines("first", max_steps=4)
+    checkpoint = tmp_path / "first" / "checkpoints" / "step_00000004"
+    options = {"max_steps": 12, "resume": checkpoint}
+    restarted = lines("restarted", reset="optimizer,schedule", **options)
+    assert [line["step"] for line in restarted] == list(range(5, 13))
+    assert [line["stats/learning_rate"] for line in restarted] == [rate(step, 8) for step in range(8)]
+    shutil.rmtree(tmp_path / "restarted" / "checkpoints" / "step_00000012")
+    again = lines("restarted", reset="optimizer,schedule", **options)
+    assert [line["train/loss"] for line in again] == [line["train/loss"] for line in restarted]
+    kept, new = (lines(name, reset=name.replace("_", ","), **options) for name in ("step", "step_optimizer"))
+    for found in (kept, new):
+        assert [line["stats/learning_rate"] for line in found] == [rate(step, 12) for step in range(12)]
+        assert found[0]["train/loss"] == kept[0]["train/loss"] < first[0]["train/loss"] - 0.1
+    assert kept[2]["train/loss"] != new[2]["train/loss"]
+    shutil.rmtree(tmp_path / "step" / "checkpoints" / "step_00000012")
+    assert [line["train/loss"] for line in lines("step", reset="step", **options)] == [k["train/loss"] for k in kept]
 
 
 @pytest.mark.slow

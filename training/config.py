@@ -140,6 +140,10 @@ def _check_choices(config: TrainingConfig) -> None:
         raise ConfigError(
             f"--evaluate_every is {config.evaluate_every} but there is no --evaluate_data; name its minimal pairs"
         )
+    if config.reset and not config.checkpoint_filename and config.resume in ("auto", "never"):
+        raise ConfigError(f"--reset is {','.join(config.reset)} but no checkpoint is named; give --resume PATH, too")
+    if "position" in config.reset and "step" not in config.reset:
+        raise ConfigError("--reset position needs step: where a run is in its data follows from its step")
     if config.weight_decay_end >= 0 and not config.weight_decay:
         raise ConfigError(f"--weight_decay_end is {config.weight_decay_end:g} but --weight_decay is 0; begin above 0")
     for flag, choices, names in _ONLY_WITH:

@@ -86,6 +86,14 @@ class Flags:
     checkpoint_filename: str = _flag(
         "", "same as --resume PATH (the published script's name for it)", "files", path=True
     )
+    reset: tuple[str, ...] = _flag(
+        (),
+        "what a run that branches off from a checkpoint begins anew: optimizer (its state), schedule (of rates and the "
+        "average, over the steps left), step (counts from 0, and with it schedule and position in the data)",
+        "optimization",
+        Rule(lambda names: {*names} <= {"optimizer", "schedule", "position", "step"}, "choose optimizer,schedule,step"),
+        kind=text_list,
+    )
     initial_weights: str = _flag(
         "",
         "start from these weights: a run folder, a checkpoint or an imported model (.safetensors)",

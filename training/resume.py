@@ -212,7 +212,7 @@ def _check_fit(checkpoint: Checkpoint, inputs: Inputs, same_run: bool) -> list[s
         raise ConfigError(f"--config_file does not fit checkpoint {checkpoint.path}: {', '.join(changed)}")
     if same_run:
         _check_data(checkpoint, inputs)
-    if checkpoint.step > inputs.config.max_steps:
+    if checkpoint.step > inputs.config.max_steps and (same_run or "step" not in inputs.config.reset):
         raise ConfigError(
             f"--max_steps is {inputs.config.max_steps} but {checkpoint.path} has done {checkpoint.step} steps already"
         )
@@ -225,12 +225,15 @@ def _check_fit(checkpoint: Checkpoint, inputs: Inputs, same_run: bool) -> list[s
             )
     if same_run:
         return []
+    flags = checkpoint.record["flags"]
     if _saved_data(checkpoint, inputs) != checkpoint.record["data"]:
         changed.append(f"--train_path {inputs.config.train_path!r} holds other data")
-    elif _row_order(checkpoint.record["flags"]) != _row_order(inputs.config.to_dict()):
+    elif "step" not in inputs.config.reset and _row_order(checkpoint.record["flags"]) != _row_order(
+        inputs.config.to_dict()
+    ):
         changed.append("rows come in another order from here on, and some of this epoch's may come again")
     new = inputs.config.optimizer
-    if (old := checkpoint.record["flags"].get("optimizer", new)) != new:
+    if (old := flags.get("optimizer", new)) != new:
         kept = "from the moments of the old one, which it scales otherwise" if takes_over(new, old) else "without state"
         changed.append(f"the new optimizer starts {kept}")
     return changed
@@ -367,7 +370,7 @@ class Saver:
             try:
                 if parent == self._folder.checkpoints:
                     self._folder.check()
-                path = write_checkpoint(parent, step, tensors, self._record(step), self._files(), name)
+                path = write_checkpoint(parent, step, tensors, self._record(state), self._files(), name)
             except SaveError as error:
                 problems.append(str(error))
                 if len(problems) == 1:
@@ -401,13 +404,14 @@ class Saver:
         except OSError as error:
             self._say(f"note: {path} cannot have the names {', '.join(names)} ({error.strerror})")
 
-    def _record(self, step: int) -> dict[str, Any]:
-        inputs = self._inputs
+    def _record(self, state: TrainState) -> dict[str, Any]:
+        inputs, step = self._inputs, state.step
         return {
             "tokens": inputs.plan.tokens_before(step),
             "ledger": inputs.ledger(step),
             "hours": round(self._conditions.hours, 4),
             "flags": inputs.config.to_dict(),
+            **({"starts": dict(state.starts)} if any(state.starts.values()) else {}),
             "data": inputs.data_identity,
             "held_out": inputs.held_out_identity,
             "versions": versions(),

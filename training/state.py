@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,7 @@ from training.ema import Ema
 from training.forward_backward import ForwardBackward, compile_layers, graph_obstacle
 from training.gradients import BUCKET_BYTES, GradientBuckets, broadcast_parameters
 from training.optimizers import MatrixOptions, OptimizerStep, load_named_state, make_optimizer, takes_over
+from training.status import checkpoint_folders
 
 _INITIALISATION = 301  # purpose of the key that seeds the initial weights
 
@@ -37,6 +39,7 @@ class TrainState:
     ema: Ema
     optimizer_step: OptimizerStep
     forward_backward: ForwardBackward
+    starts: Mapping[str, int]  # steps at which the optimizer's state and the schedule began: 0, where nothing was reset
     bit_sums: BitSums = field(default_factory=BitSums)
 
     @property
@@ -67,9 +70,11 @@ class TrainState:
         broadcast_parameters(model.to(world.device).train(), world)
         optimizer = _optimizer(config, model)
         ema = Ema(model, config.ema_decay)
+        step, starts = _begin(config, checkpoint)
         if checkpoint is not None:
-            if takes_over(config.optimizer, checkpoint.record["flags"].get("optimizer", config.optimizer)):
-                load_named_state(optimizer, model, checkpoint.tensors("optimizer", world.device), checkpoint.step)
+            if starts["optimizer"] != step:
+                tensors = checkpoint.tensors("optimizer", world.device)
+                load_named_state(optimizer, model, tensors, step - starts["optimizer"])
             ema.load_state_dict(checkpoint.tensors("ema", world.device))
         if config.compile:
             compile_layers(model)
@@ -79,8 +84,27 @@ class TrainState:
             model, gradients, options, config.z_loss_weight, world.device, bool(config.mixed_precision), captures
         )
         update = OptimizerStep(model, optimizer, ema, config.max_gradient or math.inf)
-        step = 0 if checkpoint is None else checkpoint.step
-        return cls(step, world, model, gradients, optimizer, ema, update, forward_backward)
+        return cls(step, world, model, gradients, optimizer, ema, update, forward_backward, starts)
+
+
+def _begin(config: TrainingConfig, checkpoint: Checkpoint | None) -> tuple[int, dict[str, int]]:
+    """The first step, and `TrainState.starts`: a checkpoint's, but for what a branch resets or cannot take over."""
+    starts = {"optimizer": 0, "schedule": 0}
+    if checkpoint is None:
+        return 0, starts
+    starts |= checkpoint.record.get("starts", {})
+    homes = [home.resolve() for home in checkpoint_folders(config.run_folder)]
+    if checkpoint.path.resolve().parent in homes:
+        return checkpoint.step, starts
+    step = checkpoint.step
+    if "step" in config.reset:
+        step, starts = 0, {"optimizer": starts["optimizer"] - step, "schedule": 0}
+    if "schedule" in config.reset:
+        starts["schedule"] = step
+    taken = takes_over(config.optimizer, checkpoint.record["flags"].get("optimizer", config.optimizer))
+    if "optimizer" in config.reset or not taken:
+        starts["optimizer"] = step
+    return step, starts
 
 
 def _optimizer(config: TrainingConfig, model: PretrainingModel) -> torch.optim.Optimizer:

@@ -71,12 +71,14 @@ def train_step(
     done = step + 1
     wants_norms = config.log_stats_every and done % config.log_stats_every == 0
     extra = norms_by_role(state.model) if wants_norms else {}
+    begun = state.starts["schedule"]
+    at, length = step - begun, config.max_steps - begun
     rate = learning_rate(
-        step, config.max_steps, config.learning_rate, config.warmup_proportion, config.cooldown_proportion,
+        at, length, config.learning_rate, config.warmup_proportion, config.cooldown_proportion,
         config.schedule, config.decay_proportion, config.decay_shape,
     )  # fmt: skip
-    set_rates(state.optimizer, rate, decay_factor(step, config.max_steps, config.weight_decay, config.weight_decay_end))
-    state.ema.decay = average_decay(done, config.ema_decay, bool(config.ema_warmup))
+    set_rates(state.optimizer, rate, decay_factor(at, length, config.weight_decay, config.weight_decay_end))
+    state.ema.decay = average_decay(done - begun, config.ema_decay, bool(config.ema_warmup))
     grad_norm = state.optimizer_step()
     state.gradients.zero()
     state.step = done
