@@ -18,6 +18,7 @@ BLOCK = 16  # documents per entry of an index of lengths: a row that is read loo
 _CHUNK = 1 << 18  # documents handled at once while an index is built
 _DROP_BYTES = 1 << 30  # release mapped pages after about so many bytes were mapped
 _FAULT_BYTES = 64 << 10  # that Linux maps around an access
+UNSCORED = np.int32(1 << 30)  # added to a token that its shard's marks take out of the targets
 OCCURRENCE_SHIFT = 46  # an origin is (times the document was used before) << 46 | position in the corpus
 _SAMPLE = -2  # purpose of the key that orders sampled sources
 
@@ -58,6 +59,11 @@ class Documents:
         self._bytes_mapped = 0
 
     @cached_property
+    def has_marks(self) -> bool:
+        """Whether any token may be no target."""
+        return any(shard.has_marks for shard in self.shards)
+
+    @cached_property
     def source_tokens(self) -> list[int]:
         """Tokens of each source, special ones included."""
         ends = np.diff([self.tokens_before(int(first)) for first in (*self.first_documents, self.num_documents)])
@@ -92,7 +98,8 @@ class Documents:
     def read(self, tokens: np.ndarray, targets: np.ndarray, sources: np.ndarray, lengths: np.ndarray) -> None:
         """Copy stored tokens to `tokens` int32: so many (`lengths`) from each of `sources` to each of `targets`.
 
-        sources: in the concatenation of all shards. All int64 [n], lengths above 0, no piece in two shards.
+        sources: in the concatenation of all shards. All int64 [n], lengths above 0, no piece in two shards. Tokens that
+        are no targets by their shard's marks come with UNSCORED added.
         """
         order, shard_of, groups, local = _by_shard(self._shard_tokens, sources)
         if order is not None:
@@ -102,7 +109,10 @@ class Documents:
         source, ends = ranges(local, lengths), [0, *np.cumsum(lengths).tolist()]
         found = np.empty(len(source), np.int32)
         for number, first, last in groups:
-            found[ends[first] : ends[last]] = self.shards[number].tokens[source[ends[first] : ends[last]]]
+            wanted = source[ends[first] : ends[last]]
+            found[ends[first] : ends[last]] = self.shards[number].tokens[wanted]
+            if self.shards[number].has_marks:
+                found[ends[first] : ends[last]] += UNSCORED * ~self.shards[number].scored(wanted)
         tokens[ranges(targets, lengths)] = found
 
     def count_mapped(self, documents: int, tokens: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from data.corpus import Corpus
-from data.documents import stop_event
+from data.documents import UNSCORED, stop_event
 from data.mask_rates import SCHEDULED, MaskRates
 from data.masking import PADDING, MaskingOptions, ModelInputs, RowRates, build_inputs, row_counts, target_weights
 from data.mix_plan import MixPlan
@@ -28,7 +28,7 @@ from data.stream import TokenStream
 
 _CLOSE_SECONDS = 5.0
 # Fields of RowBatch that go to the device.
-TENSORS = ("tokens", "row_keys", "objective", "mask_counts", "origins", "target_weights")
+TENSORS = ("tokens", "row_keys", "objective", "mask_counts", "origins", "target_weights", "scored")
 WEIGHT_UNITS = 1 << 23  # in which sums of weights are exact: float32 numbers from 1 on are multiples of 1 / this
 _COUNTS = ("targets", "documents")  # and those that the host keeps
 
@@ -40,8 +40,9 @@ class RowBatch:
     tokens: int32 [R, T+1] (see masking.py), `<s>` in the first column with MaskingOptions.row_start. row_keys: int64
     [R]. objective: int64 [R], numbers in OBJECTIVES. mask_counts: int64 [R]. origins: int64 [R, T+1] or None.
     target_weights: float32 [R], what each target of a row weighs beside others of its objective, or None where all
-    weigh 1. On the host, of each row by objective, int64 [len(OBJECTIVES), R]: targets, and documents, as many as the
-    row touches or more; none in the lines of other objectives than the row's.
+    weigh 1. scored: bool [R, T+1], the tokens that are targets of objectives with all targets, or None for all. On the
+    host, of each row by objective, int64 [len(OBJECTIVES), R]: targets, and documents, as many as the row touches or
+    more; none in the lines of other objectives than the row's.
     """
 
     tokens: torch.Tensor
@@ -50,6 +51,7 @@ class RowBatch:
     mask_counts: torch.Tensor
     origins: torch.Tensor | None
     target_weights: torch.Tensor | None
+    scored: torch.Tensor | None
     targets: np.ndarray
     documents: np.ndarray
 
@@ -81,7 +83,7 @@ class RowBatch:
     def inputs(self, options: MaskingOptions) -> ModelInputs:
         """Model inputs and labels, computed on the device of the tensors."""
         tensors = (self.tokens, self.row_keys, self.objective, self.mask_counts)
-        return build_inputs(*tensors, options, self.origins, draw_masks=self.has_masks)
+        return build_inputs(*tensors, options, self.origins, self.scored, draw_masks=self.has_masks)
 
 
 @dataclass(frozen=True)
@@ -119,15 +121,18 @@ def micro_batch_rows(local_batch_size: int, seq_length: int, row_length: int) ->
     return max(1, local_batch_size * seq_length // row_length)
 
 
-def _pack(tokens, keys, objective: int, rates: RowRates, options: MaskingOptions, origins) -> RowBatch:
+def _pack(tokens, keys, objective: int, rates: RowRates, options: MaskingOptions, origins, marked: bool) -> RowBatch:
     """Rows of one objective (tokens [R, T+1], keys [R], origins [R, T+1] or None) with their target counts.
 
-    Writes `<s>` into the rows' first column, which no row owns.
+    marked: whether UNSCORED is added to some tokens. Writes `<s>` into the rows' first column, which no row owns.
     """
+    scored = tokens < UNSCORED if marked else None
+    if scored is not None:
+        tokens = tokens - UNSCORED * ~scored
     if options.row_start:
         tokens[:, 0] = options.bos_id
     targets = np.zeros((len(OBJECTIVES), len(tokens)), np.int64)
-    masked, targets[objective] = row_counts(OBJECTIVES[objective], tokens, keys, rates, options)
+    masked, targets[objective] = row_counts(OBJECTIVES[objective], tokens, keys, rates, options, scored)
     weights = target_weights(OBJECTIVES[objective], tokens, masked, options)
     documents = np.zeros_like(targets)
     documents[objective] = np.count_nonzero(tokens[:, 1:-1] == options.bos_id, axis=1) + 2  # a row's start, its padding
@@ -138,6 +143,7 @@ def _pack(tokens, keys, objective: int, rates: RowRates, options: MaskingOptions
         mask_counts=torch.from_numpy(masked),
         origins=None if origins is None else torch.from_numpy(origins),
         target_weights=None if weights is None else torch.from_numpy(weights),
+        scored=None if scored is None else torch.from_numpy(scored),
         targets=targets,
         documents=documents,
     )
@@ -163,7 +169,7 @@ class BatchBuilder:
             positions, step.seq_length + 1, origins=self.options.even
         )
         keys = self.plan.row_keys(wanted.objective, positions)
-        return _pack(tokens, keys, wanted.objective, step.rates, self.options, origins)
+        return _pack(tokens, keys, wanted.objective, step.rates, self.options, origins, self.corpus.has_marks)
 
     def step(self, step: int, rank: int, world_size: int, split: str, local_batch_size: int) -> StepBatch:
         """The rows of `rank` in global batch `step`."""
@@ -181,7 +187,10 @@ class BatchBuilder:
             shape = (len(wanted), plan.seq_length + 1)
             origins = None if batch.origins is None else np.resize(batch.origins.numpy(), shape)
             tokens, keys = np.resize(batch.tokens.numpy(), shape), np.resize(batch.row_keys.numpy(), len(wanted))
-            parts.append(_pack(tokens, keys, wanted.objective, plan.rates, self.options, origins))
+            if batch.scored is not None:
+                tokens = tokens + UNSCORED * ~np.resize(batch.scored.numpy(), shape)
+            marked = batch.scored is not None
+            parts.append(_pack(tokens, keys, wanted.objective, plan.rates, self.options, origins, marked))
         per_micro_batch = micro_batch_rows(local_batch_size, self.plan.seq_length, plan.seq_length)
         return StepBatch(plan, parts[0] if len(parts) == 1 else _concatenate(parts), per_micro_batch)
 
@@ -327,4 +336,5 @@ class ValidationSet:
             if not whole[-1]:  # the set's last row
                 tokens[-1, : end - begins[-1]] = stream.read(int(begins[-1]), int(end - begins[-1]))[0]
             keys = plan.row_keys(objective, begins)
-            yield _pack(tokens, keys, objective, RowRates(self.mask_rates, self.mask_p), self.options, None)
+            rates = RowRates(self.mask_rates, self.mask_p)
+            yield _pack(tokens, keys, objective, rates, self.options, None, self.corpus.has_marks)

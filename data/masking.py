@@ -139,16 +139,26 @@ def masked_counts(
     return np.floor(p * maskable + uniform).astype(np.int64)
 
 
-def token_counts(tokens: np.ndarray, options: MaskingOptions) -> np.ndarray:
-    """How many tokens each row owns, padding left out, and `<s>` where it ends nothing: [B, T+1] -> int64 [B]."""
+def token_counts(tokens: np.ndarray, options: MaskingOptions, scored: np.ndarray | None = None) -> np.ndarray:
+    """How many tokens each row owns, padding left out, and `<s>` where it ends nothing: [B, T+1] -> int64 [B].
+
+    scored: bool [B, T+1], the tokens that count; None for all."""
     owned = tokens[:, 1:]
-    return np.count_nonzero((owned != PADDING) & ((owned != options.bos_id) | options.bos_ends), axis=1)
+    counted = (owned != PADDING) & ((owned != options.bos_id) | options.bos_ends)
+    return np.count_nonzero(counted if scored is None else counted & scored[:, 1:], axis=1)
 
 
 def row_counts(
-    objective: Objective, tokens: np.ndarray, row_keys: np.ndarray, rates: RowRates, options: MaskingOptions
+    objective: Objective,
+    tokens: np.ndarray,
+    row_keys: np.ndarray,
+    rates: RowRates,
+    options: MaskingOptions,
+    scored: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How many tokens of each row of an objective are masked and how many are targets; int64 [B] each."""
+    """How many tokens of each row of an objective are masked and how many are targets; int64 [B] each.
+
+    scored: as in `build_inputs`."""
     masked = np.zeros(len(tokens), np.int64)
     if objective.mask:
         p = np.minimum(1.0, objective.mask * rates.of(row_keys))
@@ -156,7 +166,7 @@ def row_counts(
             masked = np.ceil(p * maskable_counts(tokens, options)).astype(np.int64)
         else:
             masked = masked_counts(tokens, row_keys, p, options)
-    return masked, token_counts(tokens, options) if objective.all_targets else masked
+    return masked, token_counts(tokens, options, scored) if objective.all_targets else masked
 
 
 def target_weights(
@@ -188,6 +198,7 @@ def build_inputs(
     mask_counts: torch.Tensor,
     options: MaskingOptions,
     origins: torch.Tensor | None = None,
+    scored: torch.Tensor | None = None,
     *,
     draw_masks: bool = True,
 ) -> ModelInputs:
@@ -195,7 +206,8 @@ def build_inputs(
 
     tokens: [B, T+1] integers, PADDING behind the end of the data. row_keys: int64 [B]. objective: int64 [B], numbers
     in OBJECTIVES. mask_counts: int64 [B], from `row_counts`. origins: int64 [B, T+1] from TokenStream.read, needed for
-    `even` masking. draw_masks: False where the caller knows that no row has masks, which saves the work.
+    `even` masking. scored: bool [B, T+1], the tokens that are targets of objectives with all targets; None for all.
+    Masked rows mask everywhere. draw_masks: False where the caller knows that no row has masks, which saves the work.
     """
     tokens = tokens.long()
     padding = tokens == PADDING
@@ -209,6 +221,8 @@ def build_inputs(
     causal, unmasked, whole = (rows[numbers] for numbers in kinds)
 
     unseen = padding[:, 1:] if options.bos_ends else (owned == options.bos_id) | padding[:, 1:]
+    if scored is not None:
+        unseen = unseen | ~scored[:, 1:]
     all_labels = owned.masked_fill(unseen, IGNORE_INDEX)
     document_ids = documents[:, :-1]
     if not draw_masks:

@@ -6,6 +6,8 @@ Layout of NAME.shard, little-endian throughout:
                     tokenizer, CRC-32 of all that; padded with zeros
     then            tokens, uint16 where the vocabulary has at most 65,536 ids, else uint32; zeros up to a multiple of 8
     then            document offsets, uint64 [documents + 1]: document d is tokens[offsets[d]:offsets[d + 1]]
+    version 2 only  marks, a bit for each token from the lowest of the first byte on: 1 where it is scored under
+                    objectives whose every token is a target (of conversations, what an assistant says)
 
 Documents are stored without special tokens: `<s>` and `</s>` are the loader's business. `manifest.json` beside the
 shards lists them in order, with sizes and SHA-256, and says how they were made; a folder without it is unfinished.
@@ -38,6 +40,7 @@ MANIFEST_NAME = "manifest.json"
 JOURNAL_NAME = "journal.json"  # only while work is under way: beside the shards, or above train/ and validation/
 MANIFEST_FORMAT = "token-shards"
 FORMAT_VERSION = 1
+MARKED_VERSION = 2  # of a shard with marks
 
 _MAGIC = b"TOKSHARD"
 _HEADER_BYTES = 256
@@ -97,6 +100,7 @@ class Shard:
     sha256: str | None = None  # as the manifest beside it says; None for a loose shard
     scattered: bool = False  # tokens are read at random: no readahead of what lies around them
     words: int = 0  # as the manifest says; 0 where it is not known
+    has_marks: bool = False
 
     @cached_property
     def content_hash(self) -> str:
@@ -158,6 +162,14 @@ class Shard:
         """First token of each document, uint64 [num_documents + 1], read only; the last entry is num_tokens."""
         return np.frombuffer(self._map, "<u8", self.num_documents + 1, _offsets_start(self.num_tokens, self.dtype))
 
+    def scored(self, tokens: np.ndarray) -> np.ndarray:
+        """Whether tokens, by their numbers (int64 [n]), are scored where every token is a target; bool [n]."""
+        if not self.has_marks:
+            return np.ones(len(tokens), bool)
+        start = _offsets_start(self.num_tokens, self.dtype) + 8 * (self.num_documents + 1)
+        marks = np.frombuffer(self._map, np.uint8, -(-self.num_tokens // 8), start)
+        return (marks[tokens >> 3] >> (tokens & 7).astype(np.uint8)) & 1 > 0
+
     def document(self, index: int) -> np.ndarray:
         """Token ids of one document, without special tokens; a view into the map."""
         return self.tokens[int(self.offsets[index]) : int(self.offsets[index + 1])]
@@ -216,19 +228,20 @@ def _parse_header(path: Path, header: bytes, size: int) -> Shard:
     if len(header) < _HEADER_BYTES:
         raise ShardError(f"{path} is truncated: it ends inside its header, after {size:,} bytes; {REMAKE}")
     _, version, dtype_name, documents, tokens, vocab_size, digest = _FIELDS.unpack_from(header)
-    if version != FORMAT_VERSION:
-        raise ShardError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}; tokenize again")
+    if version not in (FORMAT_VERSION, MARKED_VERSION):
+        raise ShardError(f"{path} has format version {version}, this program reads 1 and 2; tokenize again")
     (checksum,) = _CHECKSUM.unpack_from(header, _FIELDS.size)
     if checksum != zlib.crc32(header[: _FIELDS.size]):
         raise ShardError(f"{path} is damaged: its header does not match its checksum; {REMAKE}")
     dtype = _DTYPES.get(dtype_name.rstrip(b"\0"))
     if dtype is None or dtype != token_dtype(vocab_size):
         raise ShardError(f"{path} stores {vocab_size:,} ids as {dtype_name!r}, which cannot be read; {REMAKE}")
-    expected = _offsets_start(tokens, dtype) + 8 * (documents + 1)
+    has_marks = version == MARKED_VERSION
+    expected = _offsets_start(tokens, dtype) + 8 * (documents + 1) + has_marks * -(-tokens // 8)
     if size != expected:
         kind = "truncated" if size < expected else "too long"
         raise ShardError(f"{path} is {kind}: it has {size:,} bytes where its header asks for {expected:,}; {REMAKE}")
-    return Shard(path, documents, tokens, dtype, digest.hex(), vocab_size)
+    return Shard(path, documents, tokens, dtype, digest.hex(), vocab_size, has_marks=has_marks)
 
 
 def _offsets_start(num_tokens: int, dtype: np.dtype) -> int:
@@ -259,11 +272,11 @@ class ShardFile:
 class ShardWriter:
     """Writes one shard piece by piece, in memory independent of its size.
 
-    Tokens go to PATH.partial and the ends of documents to a file without a name; `finish` appends these, writes the
-    header and renames.
+    Tokens go to PATH.partial and the ends of documents, and marks, to files without a name; `finish` appends these,
+    writes the header and renames. marked: whether tokens come with marks.
     """
 
-    def __init__(self, path: str | Path, tokenizer_hash: str, vocab_size: int) -> None:
+    def __init__(self, path: str | Path, tokenizer_hash: str, vocab_size: int, marked: bool = False) -> None:
         self.path = Path(path)
         self.num_documents = self.num_tokens = 0
         self._dtype = token_dtype(vocab_size)
@@ -275,11 +288,14 @@ class ShardWriter:
         self._tokens_file = open(self._partial, "wb", buffering=_BLOCK_BYTES)  # noqa: SIM115 - finish or discard closes it
         # Closed like the other.
         self._offsets_file = tempfile.TemporaryFile(dir=self.path.parent, buffering=_BLOCK_BYTES)  # noqa: SIM115
+        self._marks_file: Any = None  # a byte a token
+        if marked:
+            self._marks_file = tempfile.TemporaryFile(dir=self.path.parent, buffering=_BLOCK_BYTES)  # noqa: SIM115
         self._tokens_file.write(bytes(_HEADER_BYTES))
 
-    def append(self, tokens: np.ndarray, ends: Sequence[int] | np.ndarray) -> None:
+    def append(self, tokens: np.ndarray, ends: Sequence[int] | np.ndarray, marks: np.ndarray | None = None) -> None:
         """Adds token ids [N]. ends: where in them documents end, ascending; what lies behind the last end is the
-        beginning of a document that goes on with the next tokens."""
+        beginning of a document that goes on with the next tokens. marks: bool [N], of a shard that has them."""
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             found = f"{tokens.dtype} of shape {tokens.shape}"
@@ -291,6 +307,10 @@ class ShardWriter:
             raise ShardError(f"{self.path}: a document ends behind the {tokens.size} tokens given")
         self._tokens_file.write(tokens.astype(self._dtype, copy=False).tobytes())
         self._offsets_file.write((self.num_tokens + np.asarray(ends, "<u8")).tobytes())
+        if self._marks_file is not None:
+            assert marks is not None
+            assert len(marks) == tokens.size
+            self._marks_file.write(marks.astype(np.uint8).tobytes())
         self.num_documents += len(ends)
         self.num_tokens += tokens.size
 
@@ -306,6 +326,10 @@ class ShardWriter:
             padding = _offsets_start(self.num_tokens, self._dtype) - self._tokens_file.tell()
             self._tokens_file.write(bytes(padding + 8))  # the first offset is 0
             shutil.copyfileobj(self._offsets_file, self._tokens_file, _BLOCK_BYTES)
+            if self._marks_file is not None:
+                self._marks_file.seek(0)
+                while block := self._marks_file.read(_BLOCK_BYTES):  # a multiple of 8, but for the last
+                    self._tokens_file.write(np.packbits(np.frombuffer(block, np.uint8), bitorder="little").tobytes())
             self._tokens_file.seek(0)
             self._tokens_file.write(self._header())
             self._tokens_file.flush()
@@ -317,14 +341,16 @@ class ShardWriter:
         return describe_shard(self.path, words)
 
     def _close(self) -> None:
-        for file in (self._tokens_file, self._offsets_file):
+        for file in (self._tokens_file, self._offsets_file, self._marks_file):
             with suppress(OSError):  # a full disk, reported where it was met first
-                file.close()
+                if file is not None:
+                    file.close()
 
     def _header(self) -> bytes:
         name = self._dtype.name.encode()
         counts = (self.num_documents, self.num_tokens, self._vocab_size)
-        content = _FIELDS.pack(_MAGIC, FORMAT_VERSION, name, *counts, self._digest)
+        version = FORMAT_VERSION if self._marks_file is None else MARKED_VERSION
+        content = _FIELDS.pack(_MAGIC, version, name, *counts, self._digest)
         return (content + _CHECKSUM.pack(zlib.crc32(content))).ljust(_HEADER_BYTES, b"\0")
 
 

@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+ASSISTANT = "assistant"
+
 
 def find_field(value: Any, name: str) -> Any:
     """What a record has under a name: a field of that very name, else `a.b` of the record `a`. Of a list of records it
@@ -24,12 +26,37 @@ def find_field(value: Any, name: str) -> Any:
     return find_field(value[head], rest)
 
 
+class Conversation(str):
+    """The text of a conversation, and the segments that it consists of, each with whether the assistant says it."""
+
+    segments: tuple[tuple[str, bool], ...]
+
+
+def conversation(messages: Sequence[dict[str, Any]]) -> Conversation:
+    """Messages with `role` and `content` as a document. Each is its role as a line, <|user|>, and its content on the
+    lines after it. What the assistant says is a segment with the line break that ends it. Raises TypeError."""
+    segments: list[tuple[str, bool]] = []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if isinstance(content, list):  # of parts, such as texts and images
+            content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+        if not isinstance(role, str) or not isinstance(content, str | None):
+            raise TypeError("a message has a role or content that is not a string")
+        segments += [(f"<|{role}|>\n", False), (f"{content or ''}\n", role == ASSISTANT)]
+    found = Conversation("".join(text for text, _ in segments))
+    found.segments = tuple(segments)
+    return found
+
+
 def join_texts(value: Any) -> str:
-    """A string as it is; of a list of strings, nested or not, a line each. Raises TypeError for anything else."""
+    """A string as it is; of a list of strings, nested or not, a line each; a list of messages as a Conversation. Raises
+    TypeError for anything else."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise TypeError(f"the text is {type(value).__name__}, not a string")
+    if value and all(isinstance(item, dict) and "role" in item and "content" in item for item in value):
+        return conversation(value)
     if not all(isinstance(item, str | list) for item in value):
         wrong = next(item for item in value if not isinstance(item, str | list))
         raise TypeError(f"an item of the text is {type(wrong).__name__}, not a string")

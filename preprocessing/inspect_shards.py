@@ -59,6 +59,7 @@ class Contents:
     shortest: int
     longest: int
     lengths: dict[int, int]
+    targets: int  # tokens that causal rows learn to predict
     fields: dict[str, dict[str, int]]  # of each kept field the documents by value, as JSON; at most _VALUES values
 
 
@@ -89,8 +90,16 @@ def inspect_folder(folder: Path) -> Contents:
         shortest=shortest if bins else 0,
         longest=longest,
         lengths=dict(sorted(bins.items())),
+        targets=sum(_count_scored(shard) for shard in shards),
         fields=count_values(folder, manifest["created_by"]),
     )
+
+
+def _count_scored(shard: Shard) -> int:
+    if not shard.has_marks:
+        return shard.num_tokens
+    starts = range(0, shard.num_tokens, _BLOCK)
+    return sum(int(shard.scored(np.arange(start, min(start + _BLOCK, shard.num_tokens))).sum()) for start in starts)
 
 
 def count_values(folder: Path, created_by: dict[str, Any]) -> dict[str, dict[str, int]]:
@@ -198,6 +207,8 @@ def print_contents(contents: Contents) -> None:
     print(f"  {', '.join(count(*total) for total in totals)}{per_word}")
     print(f"  {count(contents.shards, 'shard')}, {contents.bytes / 1e6:,.1f} MB, {contents.dtype or 'no tokens'}")
     print(f"  {contents.vocab_size:,} ids, tokenizer {contents.tokenizer_hash[:12]}")
+    if contents.targets < contents.tokens:
+        print(f"  {contents.targets:,} tokens ({contents.targets / contents.tokens:.1%}) are targets of causal rows")
     print(f"  made by {contents.created_by.get('script', 'an unknown program')}")
     print(f"  document length in tokens: {contents.shortest:,} to {contents.longest:,}, mean {per_document:,.1f}")
     most = max(contents.lengths.values(), default=1)

@@ -5,7 +5,7 @@
   pieces, so that a whole file may be one document.
 - JSONL: a string, or an object's `text_field`, exactly as it stands. Blank lines are skipped.
 - Parquet, Arrow: the column `text_field`, exactly as it stands.
-In these `a.b` reaches into nested fields, and of a list of texts each is a line.
+In these `a.b` reaches into nested fields, of a list of texts each is a line, and a list of messages is a conversation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from preprocessing.fields import find_field, join_texts, kept_fields
 from preprocessing.inputs import CorpusError
@@ -74,9 +74,24 @@ def _parsed(chunk: Chunk, layout: Layout) -> Iterator[tuple[int, str | _Bad, byt
             if content.strip():
                 yield line, *_json_text(content, layout, nothing)
     else:
+        assert isinstance(chunk.payload, list)
         for line, value in enumerate(chunk.payload, chunk.line):
-            found = _Bad("the value is null") if value is None else _decoded(value)  # type: ignore[arg-type]
-            yield line, found, chunk.fields[line - chunk.line] if chunk.fields else nothing
+            yield line, _row_text(value), chunk.fields[line - chunk.line] if chunk.fields else nothing
+
+
+def _row_text(value: bytes | list[Any] | None) -> str | _Bad:
+    if isinstance(value, bytes):
+        return _decoded(value)
+    if value is None:
+        return _Bad("the value is null")
+    return _joined(value)
+
+
+def _joined(value: Any) -> str | _Bad:
+    try:
+        return join_texts(value)
+    except TypeError as error:
+        return _Bad(str(error))
 
 
 def _decoded(content: bytes) -> str | _Bad:
@@ -104,10 +119,9 @@ def _json_text(content: bytes, layout: Layout, nothing: bytes) -> tuple[str | _B
             return _Bad(f"the object has no field '{layout.text_field}' (--text_field)"), nothing
     elif not isinstance(value, str):
         return _Bad(f"the text is {type(value).__name__}, not a string"), nothing
-    try:
-        value = join_texts(value)
-    except TypeError as error:
-        return _Bad(str(error)), nothing
+    value = _joined(value)
+    if isinstance(value, _Bad):
+        return value, nothing
     if "\\u" in decoded:
         try:
             value.encode()

@@ -41,6 +41,7 @@ class Layout:
     text_field: str = "text"  # dotted name, in JSON and tables
     separator: str | None = None  # of text files: any string, WHOLE_FILE, or None for blank lines
     keep_fields: tuple[str, ...] = ()  # dotted names of what goes into the sidecars
+    targets: str = "all"  # or ASSISTANT: of conversations, only what the assistant says is marked as targets
 
     @property
     def pattern(self) -> re.Pattern[bytes] | None:
@@ -54,8 +55,8 @@ class Layout:
 
 def layout_of(arguments: argparse.Namespace) -> Layout:
     """What the flags of cli.add_input_flags say."""
-    keep_fields = getattr(arguments, "keep_fields", ())  # only where shards are written
-    return Layout(arguments.text_field, arguments.document_separator, keep_fields)
+    written = {name: getattr(arguments, name) for name in ("keep_fields", "targets") if hasattr(arguments, name)}
+    return Layout(arguments.text_field, arguments.document_separator, **written)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Chunk:
     path: str
     kind: str
     line: int  # number of the first line (of a table: row)
-    payload: bytes | list[bytes | None]
+    payload: bytes | list[Any]  # of a table: of each row the bytes of its text, its messages, or None
     end: Position
     progress: int  # bytes of the file on the disk that lie before `end`
     opens: bool = True
@@ -89,7 +90,7 @@ class Chunk:
         """Bytes of decompressed text, JSON included."""
         if isinstance(self.payload, bytes):
             return len(self.payload)
-        return sum(len(value) for value in self.payload if value is not None)
+        return sum(map(_size, self.payload))
 
 
 # --------------------------------------------------------------------------------------------------- reading chunks
@@ -291,13 +292,18 @@ def _opened_table(file: InputFile) -> AbstractContextManager[Any]:
     return open_table(file.path, file.kind, open_input(file) if isinstance(file.path, str) else None)
 
 
+def _size(value: bytes | list[Any] | None) -> int:
+    """Bytes of a row's text, of messages about so many."""
+    return len(value or b"") if not isinstance(value, list) else sum(len(str(each.get("content"))) for each in value)
+
+
 def _table_chunks(file: InputFile, layout: Layout, position: Position) -> Iterator[Chunk]:
     """Cuts after rows. Values travel as bytes: the parser says which row is not UTF-8."""
     with _opened_table(file) as table:
         table.check_text(layout.text_field)
         names = (layout.text_field, *layout.keep_fields)
         columns = list(dict.fromkeys(name for name in map(table.column_of, names) if name in table.schema.names))
-        values: list[bytes | None] = []
+        values: list[Any] = []
         fields: list[bytes] = []
         done, size = position.offset, 0
 
@@ -310,7 +316,7 @@ def _table_chunks(file: InputFile, layout: Layout, position: Position) -> Iterat
             values += table.texts(batch, layout.text_field)
             if layout.keep_fields:
                 fields += [kept_fields(each, layout.keep_fields) for each in table.records(batch, layout.keep_fields)]
-            done, size = done + batch.num_rows, size + sum(len(value or b"") for value in values[-batch.num_rows :])
+            done, size = done + batch.num_rows, size + sum(map(_size, values[-batch.num_rows :]))
             if size >= CHUNK_BYTES:
                 yield chunk(read)
                 position, values, fields, size = Position(position.file, done, done + 1), [], [], 0

@@ -183,7 +183,8 @@ class OutputFolder:
         for part in progress:
             counts.update(part.counts)
         self._check_bad_lines(counts)
-        make = (plan.tokenizer_hash, plan.vocab_size, plan.shard_size, bool(plan.options.get("keep_fields")))
+        extras = (bool(plan.options.get("keep_fields")), plan.options.get("targets") is not None)
+        make = (plan.tokenizer_hash, plan.vocab_size, plan.shard_size, *extras)
         cutters = [ShardCutter(plan.folder / name, *make) for name in plan.splits]
         try:
             for part in parts:

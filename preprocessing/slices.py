@@ -43,6 +43,7 @@ class EncodedChunk:
     opens: bool = True
     closes: bool = True
     progress: int = 0  # bytes of the file on the disk that lie before `position`
+    marks: np.ndarray = field(default_factory=lambda: np.empty(0, bool))  # [N], or empty: see data/shards.py
     fields: list[bytes] = field(default_factory=list)  # of each document its line of the sidecar; [] without sidecars
 
 
@@ -65,6 +66,7 @@ class Documents(NamedTuple):
     tokens: np.ndarray  # [N]
     ends: np.ndarray  # [D] int64, ends of documents in `tokens`; what lies behind the last belongs to one that goes on
     words: np.ndarray  # [D] int64, words of these documents
+    marks: np.ndarray  # [N] bool; empty where tokens have none
     fields: np.ndarray  # [bytes] uint8, lines of the sidecar for these documents; empty without sidecars
 
 
@@ -128,16 +130,17 @@ def _slice(
         if chunk.opens and chunk.closes:
             for number in range(splits):
                 chosen = validation == bool(number)
-                tokens = chunk.tokens if chosen.all() else chunk.tokens[np.repeat(chosen, chunk.lengths)]
+                inside = slice(None) if chosen.all() else np.repeat(chosen, chunk.lengths)
+                tokens, marks = chunk.tokens[inside], chunk.marks[inside] if len(chunk.marks) else chunk.marks
                 ends, lines = np.cumsum(chunk.lengths[chosen]), _lines(compress(chunk.fields, chosen))
-                found[number].append(Documents(tokens, ends, chunk.words[chosen], lines))
+                found[number].append(Documents(tokens, ends, chunk.words[chosen], marks, lines))
             continue
         if chunk.opens:
             split, open_tokens, open_words = int(validation[0]), 0, 0
         open_tokens, open_words = open_tokens + len(chunk.tokens), open_words + int(chunk.words[0])
         closed = int(chunk.closes and open_tokens > 0)
         ends, words = np.full(closed, len(chunk.tokens)), np.full(closed, open_words)
-        found[split].append(Documents(chunk.tokens, ends, words, _lines(chunk.fields[:closed])))
+        found[split].append(Documents(chunk.tokens, ends, words, chunk.marks, _lines(chunk.fields[:closed])))
         counts["empty_documents"] += chunk.closes and not closed  # a foreign tokenizer may know no token for a text
     arrays = {f"{name}_{n}": part for n in range(splits) for name, part in _joined(found[n])._asdict().items()}
     after = Progress(before.slices + 1, position, dict(counts), split, open_tokens, open_words, complete)
@@ -152,6 +155,7 @@ def _joined(pieces: list[Documents]) -> Documents:
         np.concatenate([piece.tokens for piece in pieces]) if pieces else empty,
         np.concatenate([empty, *ends]),
         np.concatenate([empty, *(piece.words for piece in pieces)]),
+        np.concatenate([np.empty(0, bool), *(piece.marks for piece in pieces)]),
         np.concatenate([_lines([]), *(piece.fields for piece in pieces)]),
     )
 
@@ -208,10 +212,12 @@ class ShardCutter:
     `shard_size` tokens. One that is there already, from before an interruption, is not written again; neither is its
     sidecar, which has its name before it."""
 
-    def __init__(self, folder: Path, tokenizer_hash: str, vocab_size: int, shard_size: int, sidecars: bool) -> None:
+    def __init__(
+        self, folder: Path, tokenizer_hash: str, vocab_size: int, shard_size: int, sidecars: bool, marked: bool
+    ) -> None:
         self.folder = folder
         self.finished: list[ShardFile] = []
-        self._make = (tokenizer_hash, vocab_size)
+        self._make = (tokenizer_hash, vocab_size, marked)
         self._shard_size = shard_size
         self._sidecars = sidecars
         self._writer: ShardWriter | None = None  # None also while documents of a finished shard are passed over
@@ -221,23 +227,23 @@ class ShardCutter:
 
     def add(self, documents: Documents) -> None:
         """Adds the next documents of the split, or stretches of one."""
-        tokens, ends, words, fields = documents
+        tokens, ends, words, marks, fields = documents
         line_ends = np.concatenate([[0], np.flatnonzero(fields == ord("\n")) + 1])
         first = start = 0
         while first < len(ends):
             room = self._shard_size - self._tokens
             last = min(int(np.searchsorted(ends, start + room)) + 1, len(ends))  # one past the last that goes here
             stop = int(ends[last - 1])
-            self._append(tokens[start:stop], ends[first:last] - start)
+            self._append(tokens[start:stop], ends[first:last] - start, marks[start:stop])
             self._words += int(words[first:last].sum())
             if self._sidecar is not None:
                 self._sidecar.write(fields[line_ends[first] : line_ends[last]].tobytes())
             first, start = last, stop
             if self._tokens >= self._shard_size:
                 self.end()
-        self._append(tokens[start:], ends[:0])
+        self._append(tokens[start:], ends[:0], marks[start:])
 
-    def _append(self, tokens: np.ndarray, ends: np.ndarray) -> None:
+    def _append(self, tokens: np.ndarray, ends: np.ndarray, marks: np.ndarray) -> None:
         if not len(tokens):
             return
         if not self._tokens and not self._path.exists():
@@ -245,7 +251,7 @@ class ShardCutter:
             if self._sidecars:
                 self._sidecar = open(_partial(sidecar_path(self._path)), "wb")  # noqa: SIM115 - end or discard closes it
         if self._writer is not None:
-            self._writer.append(tokens, ends)
+            self._writer.append(tokens, ends, marks)
         self._tokens += len(tokens)
 
     def end(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from preprocessing.cli import CorpusError
+from preprocessing.fields import find_field
 
 _KINDS = {"parquet": "Parquet", "arrow": "Arrow"}
 _TEXTS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")  # bytes may be UTF-8
@@ -46,7 +47,7 @@ class Columns:
         """Dotted names of all text in a schema or struct."""
         for field in fields:
             kind = self._inner(field.type)
-            if self._is_a(kind, _TEXTS):
+            if self._is_a(kind, _TEXTS) or self._is_conversation(field.type):
                 yield before + field.name
             elif self._types.is_struct(kind):
                 yield from self._names(kind, f"{before}{field.name}.")
@@ -67,6 +68,12 @@ class Columns:
             kind = kind.value_type
         return kind
 
+    def _is_conversation(self, kind: Any) -> bool:
+        """Whether a column holds lists of messages."""
+        inner = kind.value_type if self.is_list(kind) else None
+        names = {field.name for field in inner} if inner is not None and self._types.is_struct(inner) else set()
+        return {"role", "content"} <= names
+
     def is_list(self, kind: Any) -> bool:
         return self._is_a(kind, _LISTS)
 
@@ -80,10 +87,12 @@ class Columns:
     def _is_a(self, kind: Any, names: Sequence[str]) -> bool:
         return any(getattr(self._types, f"is_{name}")(kind) for name in names)
 
-    def texts(self, batch: Any, name: str) -> list[bytes | None]:
-        """The text of each row, which may be no UTF-8; None where any of it is null."""
+    def texts(self, batch: Any, name: str) -> list[bytes | list[Any] | None]:
+        """The text of each row, which may be no UTF-8; None where any of it is null. Of conversations, the messages."""
         column = self.column_of(name)
-        return self._texts(batch.column(column), name[len(column) + 1 :])
+        if self._is_conversation(self._type_of(name)):
+            return [find_field(row, name) for row in self.records(batch, [name])]
+        return list(self._texts(batch.column(column), name[len(column) + 1 :]))
 
     def records(self, batch: Any, names: Sequence[str]) -> list[dict[str, Any]]:
         """The rows of a batch with the columns that dotted names begin with, as Python's objects."""
@@ -91,7 +100,7 @@ class Columns:
         try:
             return batch.select([name for name in columns if name in self.schema.names]).to_pylist()
         except UnicodeDecodeError as error:
-            raise CorpusError(f"{self._name}: a field of --keep_fields is not valid UTF-8 ({error})") from None
+            raise CorpusError(f"{self._name}: a text in it is not valid UTF-8 ({error})") from None
 
     def _texts(self, values: Any, name: str) -> list[bytes | None]:
         if self._types.is_dictionary(values.type):

@@ -43,6 +43,7 @@ from preprocessing.cli import (
     positive_int,
     run,
 )
+from preprocessing.fields import ASSISTANT
 from preprocessing.inputs import CorpusError, InputFile, files_of_part, find_inputs
 from preprocessing.readers import Position, layout_of, read_chunks
 from preprocessing.resumable_output import FolderPlan, OutputFolder, number_of_parts
@@ -186,6 +187,7 @@ def _plan(files: Sequence[InputFile], output: Path, settings: EncoderSettings, s
             "text_field": settings.layout.text_field,
             "document_separator": settings.layout.separator,
             "keep_fields": list(settings.layout.keep_fields) or None,
+            "targets": None if settings.layout.targets == "all" else settings.layout.targets,
             "other_files": settings.other_files,
             "validation_fraction": settings.validation_fraction,
             "shard_size": shard_size,
@@ -228,6 +230,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="NAME,...",
         help="fields or columns, such as id,url,meta.language, to write beside each shard as shard_00000.fields.jsonl, "
         "a line a document; inspect_shards.py shows them",
+    )
+    parser.add_argument(
+        "--targets",
+        choices=("all", ASSISTANT),
+        default="all",
+        help="of conversations (--text_field names a list of messages with role and content): which tokens causal rows "
+        "learn to predict; masked rows mask everywhere",
     )
     parser.add_argument(
         "--workers",

@@ -17,6 +17,7 @@ import numpy as np
 
 from data.shards import token_dtype
 from preprocessing.cli import CommandError
+from preprocessing.fields import ASSISTANT, Conversation
 from preprocessing.parsing import parse_chunk
 from preprocessing.readers import Chunk, Layout
 from preprocessing.slices import EncodedChunk
@@ -55,7 +56,7 @@ class ChunkEncoder:
         is_piece = not (chunk.opens and chunk.closes)
         kept = [is_piece or (text != "" and not text.isspace()) for text in found.texts]
         texts, fields = list(compress(found.texts, kept)), list(compress(found.fields, kept))
-        tokens, lengths = self._encoder.encode(texts)
+        tokens, lengths, marks = self._encode(texts)
         words = np.array([len(text.split()) for text in texts], np.int64)
         validation = np.array([is_validation(text, self._settings.validation_fraction) for text in texts], bool)
         if not is_piece and not lengths.all():  # a foreign tokenizer may know no token for a text
@@ -82,10 +83,26 @@ class ChunkEncoder:
                 **without,
             },
             fields=fields,
+            marks=marks,
             opens=chunk.opens,
             closes=chunk.closes,
             progress=chunk.progress,
         )
+
+    def _encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids of all texts, how many each has, and their marks (none: all are targets). The segments of a
+        conversation are encoded one by one, so that no token belongs to two."""
+        only_assistant = self._settings.layout.targets == ASSISTANT
+        if not any(isinstance(text, Conversation) for text in texts):
+            tokens, lengths = self._encoder.encode(texts)
+            return tokens, lengths, np.ones(len(tokens) if only_assistant else 0, bool)
+        parts = [text.segments if isinstance(text, Conversation) else ((text, True),) for text in texts]
+        flat = [segment for part in parts for segment in part]
+        tokens, lengths = self._encoder.encode([text for text, _ in flat])
+        ends = np.cumsum([len(part) for part in parts])
+        totals = np.concatenate([[0], np.cumsum(lengths)])
+        marks = np.repeat([is_target for _, is_target in flat], lengths if only_assistant else 0)
+        return tokens, np.diff(totals[np.concatenate([[0], ends])]), marks.astype(bool)
 
 
 def is_validation(text: str, fraction: float) -> bool:

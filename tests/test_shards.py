@@ -224,9 +224,9 @@ def test_foreign_files(tmp_path, shard):
     with pytest.raises(ShardError, match="Is a directory"):
         open_shard(tmp_path)
     content = bytearray(shard.read_bytes())
-    content[8] = 2
+    content[8] = 3
     shard.write_bytes(content)
-    with pytest.raises(ShardError, match="format version 2, this program reads 1"):
+    with pytest.raises(ShardError, match="format version 3, this program reads 1 and 2"):
         open_shard(shard)
 
 

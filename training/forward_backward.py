@@ -152,7 +152,8 @@ class ForwardBackward:
 
     def _key(self, batch: RowBatch) -> tuple:
         """What decides the kernels of a batch: its graph's row length, inputs, number of rows, slots for targets."""
-        kind = (batch.tokens.shape[1], batch.origins is None, batch.target_weights is None, batch.has_masks)
+        optional = (batch.origins, batch.target_weights, batch.scored)
+        kind = (batch.tokens.shape[1], *(tensor is None for tensor in optional), batch.has_masks)
         rows = choose_rows(len(batch), {rows for *other, rows, _ in self._graphs if tuple(other) == kind})
         known = [slots for *other, slots in self._graphs if tuple(other) == (*kind, rows)]
         # As many targets as full rows would have, so that batches of a few rows less have the same graph.
