@@ -75,7 +75,7 @@ class Epochs:
 
         end: where the run ends, in tokens; behind it, the last stage goes on. What a stage reads of a source, to its
         end, is a contiguous part of the walk, so that no document is ahead of another by more than one use. None: the
-        only stage has no end; its epochs are whole.
+        last stage has no end; its epochs are whole.
         limits: documents of each walk that are not passed before `end`. Raises ValueError where they are too few.
         used: documents of each walk before the first stage, 0 where left out.
         """

@@ -25,13 +25,16 @@ _MET = 0.02  # by so much of itself a fraction may differ from what was asked fo
 class MixPlan:
     """What the streams of a run hold.
 
-    steps: the first step of each stage, and max_steps. epochs: of each objective's stream. Raises CorpusError.
+    steps: the first step of each stage, and max_steps. epochs: of each objective's stream. open_end: they do not depend
+    on where the run ends, so that a longer one goes on without repeating. Raises CorpusError.
     """
 
     def __init__(self, corpus: Corpus, plan: DataPlan):
         self._corpus, self._plan = corpus, plan
         self.steps = (0, plan.max_steps)
         self.limited: list[set[int]] = [set()]  # sources of each stage that max_repeats holds back
+        limits = any(source.max_repeats is not None for source in corpus.sources)
+        self.open_end = not corpus.mix.planned or (plan.open_end and not limits)
         if not corpus.mix.planned:
             self.epochs = tuple(corpus.epochs for _ in _ALL)
             return
@@ -39,18 +42,27 @@ class MixPlan:
         ends = [plan.objective_tokens_before(step) for step in self.steps]  # of each stage, by objective
         budgets = [sum(after) - sum(before) for before, after in pairwise(ends)]
         repeats, self.limited = self._within_limits(budgets)
+        if self.open_end:  # a part of an epoch is a sample, in which no document should be many times ahead of another
+            repeats = [tuple(repeat / max(1, *of_stage) for repeat in of_stage) for of_stage in repeats]
         # All objectives walk through a source together, one behind the other, so that no document is used much more
-        # often than another: each begins where the one before it ends.
+        # often than another: each begins where the one before it ends, where that is known.
         found, used = [], (0,) * len(corpus.sources)
         for number in _ALL:
             stages = [Stage(end[number], of_stage) for end, of_stage in zip(ends, repeats, strict=False)]
             so_far = Fraction(sum(ends[-1][: number + 1]), max(1, sum(ends[-1])))
+            end = None if self.open_end else ends[-1][number]
             try:
-                found.append(Epochs(corpus, stages, corpus.keyed, ends[-1][number], self._limits(so_far), used))
+                found.append(Epochs(corpus, stages, corpus.keyed, end, self._limits(so_far), used))
             except ValueError as error:
                 raise CorpusError(f"{self._too_few()} ({OBJECTIVES[number].name} rows get {error})") from error
-            used = found[-1].uses_at_end()
+            used = used if self.open_end else found[-1].uses_at_end()
         self.epochs = tuple(found)
+
+    @property
+    def moves_with_length(self) -> bool:
+        """Whether a run of another length has other rows."""
+        fractions = any(stage.begin.unit == "fraction" for stage in self._corpus.mix.stages)
+        return not self.open_end or fractions
 
     def _first_steps(self) -> Iterator[int]:
         last = -1

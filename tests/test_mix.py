@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -227,3 +228,23 @@ def test_what_a_mix_file_gets_wrong_is_one_sentence(tmp_path, mix, says):
     with pytest.raises(CorpusError, match=says) as error:
         build(tmp_path, mix)
     assert "\n" not in str(error.value)
+
+
+def test_with_an_open_end_a_longer_run_goes_on_in_the_same_mix(tmp_path):
+    """Where the batch stays and the schedule has no end (--schedule constant, wsd): the rows of a run's steps are those
+    of a longer one, which meets no document again before all were used."""
+    sources(tmp_path, web=(1200, 30), good=(200, 30))
+    plans = [replace(PLAN, max_steps=steps, open_end=True) for steps in (40, 50)]
+    mix = stages((25, weights(web=1, good=2)), first=weights(web=9, good=1))
+    short, long = (build(tmp_path, mix, plan) for plan in plans)
+    for step in (0, 24, 25, 39):
+        a, b = (builder.step(step, 0, 1, "rows", 64).batch for builder in (short, long))
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.row_keys, b.row_keys)
+    assert not long.mix.moves_with_length
+    assert fractions(read(long, 40, 50)).tolist() == pytest.approx([1 / 3, 2 / 3], abs=0.06)
+    assert max(uses(read(long, 0, 50, MASKED), 30).values()) <= 2
+    limited = {"sources": [{**source, "max_repeats": 100} for source in weights(web=1, good=1)]}
+    halves = stages((0.5, weights(good=1)), first=weights(web=1))
+    assert all(build(tmp_path, content, plans[0]).mix.moves_with_length for content in (limited, halves))
+    assert build(tmp_path, mix).mix.moves_with_length

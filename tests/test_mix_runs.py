@@ -80,6 +80,12 @@ def test_resume_in_the_middle_of_a_stage_is_the_same_run(one, inputs):
     assert prints(one.parent / "resumed") == prints(one)
 
 
+def test_longer_branch_says_what_it_cannot_keep(one, inputs):
+    start = str(one / "checkpoints" / "step_00000005")
+    done = run(arguments(inputs, one.parent, "longer", resume=start, max_steps=9, validate_every=0, valid_path=""))
+    assert "rows come in another order from here on, and some of this epoch's may come again" in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "split"), [(2, "rows"), (4, "ranks"), (4, "rows")])
 def test_ranks_make_the_same_run(one, inputs, ranks, split):

@@ -227,9 +227,13 @@ def _check_fit(checkpoint: Checkpoint, inputs: Inputs, same_run: bool) -> list[s
         return []
     flags = checkpoint.record["flags"]
     if _saved_data(checkpoint, inputs) != checkpoint.record["data"]:
-        changed.append(f"--train_path {inputs.config.train_path!r} holds other data")
-    elif "step" not in inputs.config.reset and _row_order(checkpoint.record["flags"]) != _row_order(
-        inputs.config.to_dict()
+        changed.append(
+            f"--train_path {inputs.config.train_path!r} holds other data or another mix, whose epochs are in another "
+            "order: documents of this epoch may come again"
+        )
+    elif "step" not in inputs.config.reset and (
+        _row_order(flags) != _row_order(inputs.config.to_dict())
+        or (inputs.builder.mix.moves_with_length and flags["max_steps"] != inputs.config.max_steps)
     ):
         changed.append("rows come in another order from here on, and some of this epoch's may come again")
     new = inputs.config.optimizer
