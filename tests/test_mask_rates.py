@@ -150,8 +150,8 @@ def inputs(tmp_path_factory) -> Path:
 
 
 RUN = {
-    "max_steps": 8, "save_every": 3, "validate_every": 4, "mask_rate": "cosine", "mask_rate_loss_power": 1,
-    "mask_span_length": 1, "mask_random_p": 0, "mask_keep_p": 0, "data_fingerprint": True,
+    "max_steps": 8, "warmup_proportion": 0.3, "save_every": 3, "validate_every": 4, "mask_rate": "cosine",
+    "mask_rate_loss_power": 1, "mask_span_length": 1, "mask_random_p": 0, "mask_keep_p": 0, "data_fingerprint": True,
 }  # fmt: skip
 
 

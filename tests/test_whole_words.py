@@ -127,7 +127,15 @@ def inputs(tmp_path_factory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("words") / "inputs", documents=100)
 
 
-RUN = {"max_steps": 6, "save_every": 3, "validate_every": 0, "masking": "words", "data_fingerprint": True}
+# With a warm-up: the first step of Adam's moments makes whole steps of rounding errors.
+RUN = {
+    "max_steps": 6,
+    "warmup_proportion": 0.4,
+    "save_every": 3,
+    "validate_every": 0,
+    "masking": "words",
+    "data_fingerprint": True,
+}
 
 
 @pytest.fixture(scope="module")
