@@ -256,9 +256,9 @@ class Flags:
         choices=("adamw", "lamb"),
     )
     matrix_learning_rate: float = _flag(
-        0.0,
+        0.0025,
         "peak learning rate of those matrices (0: that of all, --learning_rate); entries of their updates have the "
-        "root mean square 0.2 at rate 1, so that rates of AdamW suit them",
+        "root mean square 0.2 at rate 1, so that rates of AdamW suit them (the default: benchmarks/speedrun/README.md)",
         "optimization",
         at_least(0),
     )

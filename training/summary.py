@@ -172,7 +172,8 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
     absent = {name for name, reason in missing.items() if reason}
     need = memory_estimate(config, model, plan, parameters, absent, world.size, split)
     hint = ""
-    if config.hybrid_split == "auto" and split == "ranks" and world.size > 1:  # benchmarks/README.md, one GPU against four
+    # benchmarks/README.md, one GPU against four
+    if config.hybrid_split == "auto" and split == "ranks" and world.size > 1:
         hint = " (by auto, as published; --hybrid_split rows trains the same in about 4 % less time)"
     graphs = graph_obstacle(config, model, world.device)
     lines = {
