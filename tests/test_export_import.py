@@ -23,6 +23,11 @@ from training.config import FIELDS
 
 GOLDEN = Path(__file__).parent / "golden"
 
+FLAGS = {
+    "document_end": False, "row_start": True, "n_special_tokens": 0,
+    "special_tokens": "bos=<s>,eos=</s>,pad=<pad>,mask=<mask>,unk=<unk>",
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
@@ -130,7 +135,7 @@ def test_model_card_tells_the_run(trained, tmp_path):
     assert f"| {loss:.4g} |" not in averaged
     assert "minimal pairs: blimp" not in averaged
     flags = json.loads((tmp_path / "out" / "config.json").read_text())["flags"]
-    assert flags == {"document_end": False, "row_start": True}
+    assert flags == FLAGS
 
 
 def continue_from(folder: Path, trained: Path, output: Path) -> None:
@@ -149,7 +154,7 @@ def test_pretraining_goes_on_from_an_exported_folder(trained, tmp_path, capsys):
     assert from_huggingface.main([str(exported), str(out)]) == 0
     assert f"--initial_weights {out} --config_file {out / 'config.json'} --tokenizer_path" in capsys.readouterr().out
     assert equal(load_model(out)[0], load_model(trained / "runs" / "run")[0])
-    assert locate(out).record["flags"] == {"document_end": False, "row_start": True}
+    assert locate(out).record["flags"] == FLAGS
     # Shards know their tokenizer by this hash.
     original = tokenizer_hash(trained / "inputs" / "tokenizer.json")
     assert tokenizer_hash(exported / "tokenizer.json") != original

@@ -87,7 +87,7 @@ def test_longer_branch_says_what_it_cannot_keep(one, inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "split"), [(2, "rows"), (4, "ranks"), (4, "rows")])
+@pytest.mark.parametrize(("ranks", "split"), [(2, "rows"), (4, "ranks")])
 def test_ranks_make_the_same_run(one, inputs, ranks, split):
     name = f"{ranks}_{split}"
     run(arguments(inputs, one.parent, name, hybrid_split=split), ranks)

@@ -111,8 +111,8 @@ def test_stopped_merge_continues(large, tokenizer_path, tmp_path, monkeypatch):
     arguments = make_parts(large, tokenizer_path, tmp_path / "out", monkeypatch)
     real, written, stops = ShardWriter.append, [], [10, 14]
 
-    def interrupted(self, tokens, ends):
-        real(self, tokens, ends)
+    def interrupted(self, tokens, *arguments):
+        real(self, tokens, *arguments)
         written.append(len(tokens))
         if len(written) in stops:
             raise KeyboardInterrupt
