@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -211,7 +211,7 @@ class LTGBert(PretrainingModel):
     model_type: ClassVar[str] = "ltg-bert"
     encoder_class: ClassVar[type[Encoder]] = Encoder
     attention_projections: ClassVar[int] = 4  # query, key, value, output
-    roles = {  # noqa: RUF012 - of the class, as the protocol says
+    roles: ClassVar[Mapping[str, str]] = {
         "embedding": "embedding",
         "attention_layers": "attention",
         "mlp_layers": "mlp",
@@ -219,7 +219,7 @@ class LTGBert(PretrainingModel):
         "classifier": "head",
     }
     # Query and key; value and gate; the two halves of GEGLU.
-    projections = {"in_proj_qk.weight": 2, "in_proj_vg.weight": 2, "mlp.1.weight": 2}  # noqa: RUF012 - as for roles
+    projections: ClassVar[Mapping[str, int]] = {"in_proj_qk.weight": 2, "in_proj_vg.weight": 2, "mlp.1.weight": 2}
 
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
         """Random weights from `generator`, or from PyTorch's global one."""

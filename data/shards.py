@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 
@@ -286,12 +286,13 @@ class ShardWriter:
             raise ShardError(f"'{tokenizer_hash}' is not a tokenizer hash; use data.shards.tokenizer_hash(path)")
         self._partial = self.path.with_name(self.path.name + PARTIAL_SUFFIX)
         self._tokens_file = open(self._partial, "wb", buffering=_BLOCK_BYTES)  # noqa: SIM115 - finish or discard closes it
-        # Closed like the other.
-        self._offsets_file = tempfile.TemporaryFile(dir=self.path.parent, buffering=_BLOCK_BYTES)  # noqa: SIM115
-        self._marks_file: Any = None  # a byte a token
-        if marked:
-            self._marks_file = tempfile.TemporaryFile(dir=self.path.parent, buffering=_BLOCK_BYTES)  # noqa: SIM115
+        self._offsets_file = self._nameless()
+        self._marks_file = self._nameless() if marked else None  # a byte a token
         self._tokens_file.write(bytes(_HEADER_BYTES))
+
+    def _nameless(self) -> IO[bytes]:
+        """A file beside the shard that goes with its last descriptor."""
+        return tempfile.TemporaryFile(dir=self.path.parent, buffering=_BLOCK_BYTES)
 
     def append(self, tokens: np.ndarray, ends: Sequence[int] | np.ndarray, marks: np.ndarray | None = None) -> None:
         """Adds token ids [N]. ends: where in them documents end, ascending; what lies behind the last end is the

@@ -27,6 +27,7 @@ from evaluation.generation import UsageError, run
 from evaluation.minimal_pairs import as_json
 from evaluation.pair_accuracy import accuracy, read_lines, text_of
 from evaluation.scoring import (
+    add_mode_flag,
     add_scoring_flags,
     check_output,
     check_scoring_flags,
@@ -46,7 +47,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add_scoring_flags(parser, document_end=False)
     parser.add_argument("--data", required=True, metavar="FILE.jsonl", help="JSON lines with the texts")
-    parser.add_argument("--mode", choices=("all", "masked", "causal"), default="all", help="default: all")
+    add_mode_flag(parser, fused=False)
     parser.add_argument("--output", metavar="FILE.json", help="write all results here")
     return parser.parse_args(arguments)
 

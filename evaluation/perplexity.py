@@ -46,6 +46,7 @@ from evaluation.elbo import measure_bound
 from evaluation.generation import LoadedModel, UsageError, run
 from evaluation.scoring import (
     ScoringModel,
+    add_mode_flag,
     add_scoring_flags,
     check_output,
     check_scoring_flags,
@@ -74,7 +75,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--data", nargs="+", required=True, metavar="PATH",
         help="text files, .jsonl files, folders of them, shards or shard folders; one result for each",
     )  # fmt: skip
-    parser.add_argument("--mode", choices=("all", "masked", "causal"), default="all", help="default: all")
+    add_mode_flag(parser, fused=False)
     parser.add_argument(
         "--every_token", action="store_true", help="masked: mask each token in turn (slow: a row for every token)"
     )

@@ -66,11 +66,12 @@ def add_scoring_flags(parser: Parser, document_end: bool | None, several: bool =
     )  # fmt: skip
 
 
-def add_mode_flag(parser: Parser) -> None:
-    """--mode of what takes sentences' scores."""
+def add_mode_flag(parser: Parser, fused: bool = True) -> None:
+    """--mode of what takes sentences' scores, which may have a mean of both objectives or not."""
     parser.add_argument(
-        "--mode", choices=("all", "masked", "causal", "fused"), default="all",
-        help="masked: each token masked in turn; causal: left to right; fused: the mean of both (default: all)",
+        "--mode", choices=("all", "masked", "causal", "fused") if fused else ("all", "masked", "causal"), default="all",
+        help="masked: each token masked in turn; causal: left to right; " + "fused: the mean of both " * fused
+        + "(default: all)",
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from data.wording import count
 from evaluation.generation import UsageError, run
 from evaluation.pair_accuracy import read_text
 from evaluation.scoring import (
+    add_mode_flag,
     add_scoring_flags,
     check_output,
     check_scoring_flags,
@@ -57,7 +58,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add_scoring_flags(parser, document_end=False)
     parser.add_argument("--data", required=True, metavar="FILE", help="a text file, one text a line")
-    parser.add_argument("--mode", choices=("all", "masked", "causal"), default="all", help="default: all")
+    add_mode_flag(parser, fused=False)
     parser.add_argument("--word_l2r", action="store_true", help="masked: hide also the following tokens of the word")
     parser.add_argument("--output", required=True, metavar="FILE.csv", help="the words with their surprisals")
     return parser.parse_args(arguments)

@@ -203,5 +203,6 @@ def _is_final(error: BaseException) -> bool:
     status = getattr(error.__cause__ or error, "status", None)
     if isinstance(status, int):
         return 400 <= status < 500 and status not in (408, 425, 429)
+    # ValueError: what fsspec and its packages raise for a path or protocol that they cannot read.
     not_found = isinstance(error, FileNotFoundError) and error.__cause__ is None
     return not_found or isinstance(error, PermissionError | IsADirectoryError | NotImplementedError | ValueError)

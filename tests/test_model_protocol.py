@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -43,7 +45,7 @@ class PlainBlock(nn.Module):
 class PlainEncoder(PretrainingModel):
     """A pre-norm transformer with learned positions and a head of its own."""
 
-    roles = {"words": "embedding", "blocks": "layers"}  # noqa: RUF012 - as the protocol has it
+    roles: ClassVar[Mapping[str, str]] = {"words": "embedding", "blocks": "layers"}
 
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
         super().__init__(config, generator)

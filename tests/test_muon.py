@@ -195,7 +195,8 @@ def test_muon_on_cuda_is_that_of_the_cpu_and_never_waits():
         for m, optimizer in pairs:
             set_gradients(on_cpu, step)
             for parameter, other in zip(m.parameters(), on_cpu.parameters(), strict=True):
-                parameter.grad = other.grad.to(parameter.device)  # type: ignore[union-attr]
+                assert other.grad is not None
+                parameter.grad = other.grad.to(parameter.device)
             torch.cuda.synchronize()
             try:
                 torch.cuda.set_sync_debug_mode("error" if step and m is model else "default")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def test_weight_decay_moves_linearly():
 )  # fmt: skip
 def test_lengths_in_any_unit(text: str, at_end: bool, steps: int):
     schedule = BatchSchedule(10 if text.endswith(("5", "%")) else 40, 5, 2, 1.0, ())  # 10 tokens a step
-    exposure = Exposure(100, None if text != "1w" else 1)  # type: ignore[arg-type]
+    exposure = Exposure(100, Fraction(1) if text == "1w" else None)
     assert length_in_steps(parse_position(text), schedule, exposure, at_end) == steps
 
 

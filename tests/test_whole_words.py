@@ -97,8 +97,8 @@ def test_whole_words_are_masked_to_the_exact_number_of_tokens(device, p):
     tokens[:, 29] = 2
     keys = fold_numpy(3, np.arange(rows)).view(np.int64)
     counts = masked_counts(tokens, keys, p, options)
-    to = lambda array: torch.from_numpy(array).to(device)  # noqa: E731 - a local shorthand
-    inputs = build_inputs(to(tokens), to(keys), torch.full((rows,), MASKED, device=device), to(counts), options)
+    arrays = (tokens, keys, np.full(rows, MASKED), counts)
+    inputs = build_inputs(*(torch.from_numpy(array).to(device) for array in arrays), options)
     hidden = (inputs.labels != IGNORE_INDEX).cpu().numpy()
     np.testing.assert_array_equal(hidden.sum(1), counts)
     owned = tokens[0, 1:]
