@@ -2,14 +2,14 @@
 
 fixed           all rows of a step have the scheduled probability (--mask_p_start, --mask_p_end)
 uniform         U(0, 1); uniform:LOW,HIGH between other bounds
-cosine          1 - cos(pi u / 2) with u of U(0, 1): the noise of MDLM's cosine schedule (arXiv 2406.07524), mean 0.36
+cosine          1 - cos(pi u / 2) with u of U(0, 1), mean 0.36
 beta:A,B        Beta(A, B)
 bimodal:F,LOW   LOW for the fraction F of rows, the scheduled probability for the others
 
 A row's rate is a pure function of its key. Of rates from a continuous distribution a row with n tokens hides
 ceil(rate * n): with `uniform`, every number from 1 to n is equally likely. Then the mean of (n / hidden) * (summed loss
 of the hidden tokens) is exactly the bound that masked diffusion minimises, a mean over all orders of its tokens (LLaDA,
-arXiv 2502.09992, equation 14; MDLM, equation 10), where hidden tokens are drawn one by one (spans of 1).
+arXiv 2502.09992; MDLM, arXiv 2406.07524), where hidden tokens are drawn one by one (spans of 1).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Of a row of n tokens, k tokens drawn at random are masked, k being uniform in 1 .. n; the mean of (n / k) * (summed loss
 of the masked tokens) is an upper bound of the row's negative log-likelihood given the places of special tokens: the
-mean over all orders in which its tokens can be predicted one by one (LLaDA, arXiv 2502.09992, equation 14; equal to
-MDLM's, arXiv 2406.07524, equation 10). Tokens see their document within the row.
+mean over all orders in which its tokens can be predicted one by one (LLaDA, arXiv 2502.09992; MDLM, arXiv 2406.07524).
+Tokens see their document within the row.
 """
 
 from __future__ import annotations
