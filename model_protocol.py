@@ -106,6 +106,16 @@ class PretrainingModel(nn.Module, ABC):
         filled, and summed over ranks, in it. A wrong guess costs time alone."""
         return list(self.parameters())[::-1]
 
+    def recomputed_parts(self, which: str) -> list[nn.Module]:
+        """The modules whose activations --activation_checkpointing computes anew: members of nn.ModuleLists that are
+        not in one another; "layer": all, "mlp": those of that role."""
+        found: dict[str, nn.Module] = {}
+        for name, layers in self.named_modules():  # parents before children
+            if isinstance(layers, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in found):
+                parts = {f"{name}.{key}": part for key, part in layers.named_children()}
+                found |= {key: part for key, part in parts.items() if which in ("layer", self.role_of(key))}
+        return list(found.values())
+
     def compiled_parts(self) -> Iterable[nn.Module]:
         """The modules that run compiled with --compile. Modules of one class share their code: one compilation."""
         return ()

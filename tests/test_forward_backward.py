@@ -2,9 +2,11 @@
 
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers.tiny_models import make_model
 from helpers.tiny_runs import ROOT, flags, make_inputs, run, training_lines
 
 import train_single_gpu
@@ -13,7 +15,7 @@ from data.loader import RowBatch
 from training import forward_backward, step
 from training.distributed import single_world
 from training.errors import USER
-from training.forward_backward import ForwardBackward, choose_rows, padded_targets
+from training.forward_backward import ForwardBackward, choose_rows, padded_targets, recompute_activations
 from training.gradients import GradientBuckets
 from training.status import read_status
 
@@ -77,7 +79,7 @@ def test_rows_filled_up_with_padding_change_nothing(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(forward_backward._Graph, "replay", replay)
     monkeypatch.setattr(forward_backward, "_ROW_SIZES", 4)
     monkeypatch.setattr(training.state, "graph_obstacle", lambda *_: "")
-    monkeypatch.setattr(training.state, "compile_layers", lambda model: None)
+    monkeypatch.setattr(training.state, "compile_layers", lambda *_: None)
     monkeypatch.setattr(ForwardBackward, "_capture", capture)
     monkeypatch.setattr(GradientBuckets, "sum_replayed", lambda *_: None)
     assert train_single_gpu.main(flags(inputs, tmp_path, "padded", **options, compile=True), single_world) == 0
@@ -88,12 +90,48 @@ def test_rows_filled_up_with_padding_change_nothing(tmp_path: Path, monkeypatch:
     assert len(failed) > 2
 
 
+@pytest.mark.parametrize("kind", [("gpt-bert", "relative"), ("ltg-bert", "relative"), ("gpt-bert", "rope")])
+def test_activations_computed_anew_give_the_same_gradients(kind: tuple[str, str]):
+    """Bit for bit, with dropout and in bfloat16; what is kept for the backward pass shrinks from choice to choice."""
+    ids = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    gradients, kept = [], []
+    for which, calls in (("none", [1, 1]), ("mlp", [1, 2]), ("layer", [2, 2])):
+        model = make_model(kind, dropout=0.1).train()
+        layers = [model.transformer.attention_layers[1], model.transformer.mlp_layers[1]]
+        counted = [Mock(side_effect=layer.forward) for layer in layers]
+        for layer, forward in zip(layers, counted, strict=True):
+            layer.forward = forward
+        recompute_activations(() if which == "none" else model.recomputed_parts(which))
+        sizes: list[int] = []
+        torch.manual_seed(1)  # of the keys of dropout
+        with (
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda t, sizes=sizes: (sizes.append(t.nbytes), t)[1], lambda t: t
+            ),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            loss = model(ids, torch.zeros_like(ids), torch.tensor([True, False]), torch.arange(24)).square().sum()
+        loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        kept.append(sum(sizes))
+        assert [mock.call_count for mock in counted] == calls
+    for found in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], found, strict=True))
+    assert kept[0] > kept[1] > kept[2]
+
+
 @pytest.mark.gpu
 def test_graphs_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Row lengths, the share of masks, the batch's size and the last micro-batch's change on the way."""
     inputs = make_inputs(tmp_path / "inputs", hidden_size=128, intermediate_size=256, num_attention_heads=4)
     losses, norms = [], []
-    for name, reference, compiled in (("plain", "graphs", False), ("recorded", "", True), ("compiled", "graphs", True)):
+    for name, reference, compiled, anew in (
+        ("plain", "graphs", False, "none"),
+        ("recorded", "", True, "none"),
+        ("compiled", "graphs", True, "none"),
+        ("anew_mlp", "", True, "mlp"),
+        ("anew_layer", "", True, "layer"),
+    ):
         monkeypatch.setenv("HYBRID_REFERENCE", reference)
         options = {
             "device": "cuda",
@@ -101,6 +139,7 @@ def test_graphs_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             "local_batch_size": 24,
             "max_steps": 24,
             "compile": compiled,
+            "activation_checkpointing": anew,
         }
         done = run(flags(inputs, tmp_path, name, **options))
         assert "without CUDA graphs" not in done.stderr
@@ -109,7 +148,7 @@ def test_graphs_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         norms.append([line["stats/grad_norm"] for line in lines])
         counts = [line.get("train/accuracy") for line in lines]
         assert all(count is not None for count in counts)
-    for other in (1, 2):
+    for other in range(1, len(losses)):
         assert losses[other] == pytest.approx(losses[0], rel=4e-3)
         assert norms[other] == pytest.approx(norms[0], rel=6e-2)
     assert losses[1][:3] == pytest.approx(losses[2][:3], rel=5e-4)
@@ -121,7 +160,7 @@ sys.path.insert(0, {root!r})
 import train_single_gpu
 import training.state
 from training.distributed import single_world, start_world
-training.state.compile_layers = lambda model: None  # a compiler takes minutes on a CPU
+training.state.compile_layers = lambda *_: None  # a compiler takes minutes on a CPU
 sys.exit(train_single_gpu.main(sys.argv[1:], {world}))
 """
 
@@ -146,7 +185,7 @@ def test_too_little_memory_is_one_sentence_before_the_first_step(tmp_path: Path,
     def warm_up(*_: object) -> str:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 1 GiB")
 
-    monkeypatch.setattr(training.state, "compile_layers", lambda model: None)
+    monkeypatch.setattr(training.state, "compile_layers", lambda *_: None)
     monkeypatch.setattr(train_single_gpu, "warm_up", warm_up)
     assert (
         train_single_gpu.main(flags(make_inputs(tmp_path / "inputs"), tmp_path, compile=True), single_world)

@@ -71,3 +71,13 @@ def test_a_rank_that_is_causal_alone_has_a_target_at_every_position():
     alone, together = (estimate(model, 32768, ranks=ranks) for ranks in (16, 1))
     targets = 32768 - 128 * (64 + 192 * 0.3)  # beside the micro-batch of both
     assert alone - together == pytest.approx(targets * model.vocab_size * 4 / 2**30)
+
+
+def test_activations_computed_anew_are_not_kept():
+    """Base, 12 layers: a sublayer's activations stay once instead of twelve times."""
+    model = ModelConfig.from_json(CONFIGS / "base.json")
+    none, mlp, layer = (
+        estimate(model, 32768, activation_checkpointing=which) * 2**30 for which in ("none", "mlp", "layer")
+    )
+    assert none - mlp == pytest.approx(11 * 32768 * 2 * 3 * model.intermediate_size)
+    assert mlp - layer == pytest.approx(12 * 32768 * 2 * 6 * model.hidden_size)

@@ -414,31 +414,28 @@ class Flags:
         at_least(0),
     )
     collective_timeout: float = _flag(
-        20.0,
-        "minutes that a rank waits for the others before the run ends; longer than the slowest save or validation",
-        "jobs",
-        POSITIVE,
-    )
+        20.0, "minutes that a rank waits for the others before the run ends; longer than the slowest save or "
+        "validation", "jobs", POSITIVE,
+    )  # fmt: skip
     step_timeout: float = _flag(
-        5.0,
-        "the same within training steps; the rank that the others wait for is named, and stack traces are left in "
-        "failures/ of the run folder",
-        "jobs",
-        POSITIVE,
-    )
+        5.0, "the same within training steps; the rank that the others wait for is named, and stack traces are left in "
+        "failures/ of the run folder", "jobs", POSITIVE,
+    )  # fmt: skip
     check_ranks_every: int = _flag(
-        1000,
-        "steps between comparisons of weights, average and moments between ranks, bit for bit; ranks that differ end "
-        "the run, and nothing is saved (0: only before each save)",
-        "jobs",
-        at_least(0),
-    )
+        1000, "steps between comparisons of weights, average and moments between ranks, bit for bit; ranks that differ "
+        "end the run, and nothing is saved (0: only before each save)", "jobs", at_least(0),
+    )  # fmt: skip
 
     # hardware
     device: str = _flag("auto", "auto: CUDA where there is a GPU", "hardware", choices=("auto", "cuda", "cpu"))
     compile: bool | None = _flag(
         None, "torch.compile the model (default: on CUDA yes, on the CPU no)", "hardware", kind=bool
     )
+    activation_checkpointing: str = _flag(
+        "none", "activations that the backward pass computes anew instead of keeping them: mlp, of feed-forwards; "
+        "layer, of attention, too; the same result with less memory and more time", "hardware",
+        choices=("none", "mlp", "layer"), fixed=False,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):

@@ -12,12 +12,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from data.loader import TENSORS, RowBatch
 from data.masking import PADDING, MaskingOptions, ModelInputs
@@ -64,11 +66,12 @@ def choose_rows(rows: int, known: Iterable[int]) -> int:
     return min(enough) if enough else -(-rows // unit) * unit
 
 
-def compile_layers(model: PretrainingModel) -> None:
+def compile_layers(model: PretrainingModel, recomputed: Collection[nn.Module] = ()) -> None:
     """Let the `compiled_parts` of `model` run compiled, in place: of ours every sublayer, and the head.
 
     Sublayers of a kind share their code, so the compiler works once per kind and shape instead of once per layer; row
-    lengths and numbers of rows that turn up later are compiled as variables.
+    lengths and numbers of rows that turn up later are compiled as variables. recomputed: see `recompute_activations`,
+    which then calls the compiled code twice.
     """
     # Compiled code outlives the run beside our own kernels, unless the user has chosen another place.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
@@ -79,7 +82,20 @@ def compile_layers(model: PretrainingModel) -> None:
     # Inductor's advice to its own developers, of no use to ours.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
     for part in model.compiled_parts():
-        part.compile()
+        if part in recomputed:
+            part.forward = torch.compile(part.forward)
+        else:
+            part.compile()
+
+
+def recompute_activations(parts: Iterable[nn.Module]) -> None:
+    """Let modules keep their inputs alone for the backward pass, which computes the rest anew (Chen et al. 2016,
+    "Training Deep Nets with Sublinear Memory Cost", section 3), in place.
+
+    Dropout is keyed, so that no generator's state has to be put back, which a CUDA graph's capture would not allow.
+    """
+    for part in parts:
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 class ForwardBackward:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from data.counter_rng import fold
 from data.flag_rules import factors
@@ -19,7 +20,7 @@ from training.checkpoint import Checkpoint, checkpoint_bytes, read_initial_weigh
 from training.config import ConfigError, TrainingConfig
 from training.distributed import World
 from training.ema import Ema
-from training.forward_backward import ForwardBackward, compile_layers, graph_obstacle
+from training.forward_backward import ForwardBackward, compile_layers, graph_obstacle, recompute_activations
 from training.gradients import BUCKET_BYTES, GradientBuckets, broadcast_parameters
 from training.optimizers import MatrixOptions, OptimizerStep, load_named_state, make_optimizer, takes_over
 from training.status import checkpoint_folders
@@ -76,8 +77,10 @@ class TrainState:
                 tensors = checkpoint.tensors("optimizer", world.device)
                 load_named_state(optimizer, model, tensors, step - starts["optimizer"])
             ema.load_state_dict(checkpoint.tensors("ema", world.device))
+        recomputed = _recomputed(config, model)
         if config.compile:
-            compile_layers(model)
+            compile_layers(model, recomputed)
+        recompute_activations(recomputed)
         captures = not graph_obstacle(config, model_config, world.device)
         gradients = GradientBuckets(model, world, config.allreduce_dtype, stay=captures, bucket_bytes=bucket_bytes)
         forward_backward = ForwardBackward(
@@ -120,6 +123,18 @@ def _optimizer(config: TrainingConfig, model: PretrainingModel) -> torch.optim.O
         )
     except (TypeError, ValueError) as error:  # of another package, perhaps
         raise ConfigError(f"--optimizer {config.optimizer} cannot be made: {error}") from error
+
+
+def _recomputed(config: TrainingConfig, model: PretrainingModel) -> list[nn.Module]:
+    """The modules that --activation_checkpointing asks for. Raises ConfigError where the model has none."""
+    which = config.activation_checkpointing
+    parts = [] if which == "none" else model.recomputed_parts(which)
+    if which != "none" and not parts:
+        raise ConfigError(
+            f"--activation_checkpointing is {which!r} but {type(model).__name__} has no such modules in lists of "
+            "layers; leave it out"
+        )
+    return parts
 
 
 def _initial_model(

@@ -175,7 +175,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
     # benchmarks/README.md, one GPU against four
     if config.hybrid_split == "auto" and split == "ranks" and world.size > 1:
         hint = " (by auto, as published; --hybrid_split rows trains the same in about 4 % less time)"
-    graphs = graph_obstacle(config, model, world.device)
+    graphs, anew = graph_obstacle(config, model, world.device), config.activation_checkpointing
     lines = {
         "run": f"{config.run_folder}, steps {start_step} -> {config.max_steps}, seed {config.seed}",
         "device": f"{world.size} x {device}, {'bf16 autocast' if config.mixed_precision else 'fp32'}",
@@ -192,7 +192,8 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
         "in all": _amounts_line(inputs),
         "schedule": ", ".join(milestones),
         "optimizer": _optimizer_line(config),
-        "memory": f"about {_bytes(need)} of tensors a device (estimate; up to a fifth more is held in reserve)",
+        "memory": f"about {_bytes(need)} of tensors a device (estimate; up to a fifth more is held in reserve)"
+        + f", activations of --activation_checkpointing {anew} computed anew" * (anew != "none"),
     }
     if named := inputs.named_checkpoints:
         lines["kept"] = _named_line(named, config.save_weights_only)
@@ -414,20 +415,24 @@ def _activations(
     """Bytes that forward and backward pass of a micro-batch take at most, with `size` bytes a number."""
     width, inner, averages = model.hidden_size, model.intermediate_size, model.model_type == "gpt-bert"
     wide = 4 // size  # the residual stream is float32
-    # Of a layer, in numbers a token: what attention reads, queries, keys, values, context and its norm; what the
-    # feed-forward reads; its two halves and their norm. With averages also a gate and a state for each sublayer.
-    kept = (7 + 3 * averages) * width + 3 * inner
-    scores = 0.0
+    # Of a layer, in numbers a token: what its sublayers read, and with averages a state for each.
+    read = (2 + 2 * averages) * width
+    if "residual" in missing or "residual without averages" in missing:
+        read += 2 * (wide + averages * (wide - 1)) * width  # its value before each sublayer; states as wide as it
+    # Queries, keys, values, with averages a gate, context and its norm; two halves of the feed-forward and their norm.
+    attention, feed_forward, scores = (5 + averages) * width, 3 * inner, 0.0
     if model.position_embedding == "rope":
-        kept += 2 * width  # copies in the order of causal and other rows
+        attention += 2 * width  # copies in the order of causal and other rows
     elif "attention" in missing:
         # Probabilities and what they are made of; scores of queries and of keys with each position bucket, and copies.
         scores = model.num_attention_heads * (row_length * (2.5 * size + 1) + 4 * size * model.position_bucket_size)
-        kept += 2 * width
-    if "residual" in missing or "residual without averages" in missing:
-        kept += 2 * (wide + averages * (wide - 1)) * width  # its value before each sublayer; states as wide as it
+        attention += 2 * width
     if "feed-forward norm" in missing and not config.compile:
-        kept += 3 * width + 3 * inner  # each operation keeps what it was given
+        feed_forward += 3 * width + 3 * inner  # each operation keeps what it was given
+    kept = {"attention": attention * size + scores, "mlp": feed_forward * size}
+    anew = {"none": [], "mlp": ["mlp"], "layer": list(kept)}[config.activation_checkpointing]
+    once = max((kept.pop(part) for part in anew), default=0.0)  # of the one that is being computed anew
+    layers = model.num_hidden_layers * (read * size + sum(kept.values())) + once
     logits = 2 * size if "loss" not in missing else 20 if size == 2 else 16
     outside = 6 * 4 * width  # embeddings and their norm, the stream, its gradient and sums over depth
-    return tokens * (model.num_hidden_layers * (kept * size + scores) + outside) + targets * model.vocab_size * logits
+    return tokens * (layers + outside) + targets * model.vocab_size * logits
