@@ -32,7 +32,8 @@ from ops.dropout import (
 )
 from ops.gated_norm import REFERENCE, GatedNorm, choose_gated_norm
 from ops.residual import residual_stream
-from ops.rope import VarlenSizes, rope_metadata
+from ops.rope import RopeAttentionMetadata, VarlenSizes, rope_metadata, windowed_metadata
+from ops.rope_scaling import Rotary
 
 # Sites of dropout (ops/dropout.py): two of the whole model, then four of each layer.
 _EMBEDDING_SITE, _HEAD_SITE, _FIRST_LAYER_SITE = 0, 1, 2
@@ -152,16 +153,17 @@ class Encoder(nn.Module):
         self,
         x: Tensor,
         positions: Tensor | None,
-        metadata: AttentionMetadata,
+        metadata: Sequence[AttentionMetadata],
         states: DropoutStates | None,
     ) -> Tensor:
-        """Embedded words [B, T, D] -> hidden [B, T, D]; the other arguments are those of `Attention.forward`."""
+        """Embedded words [B, T, D] -> hidden [B, T, D]; the other arguments are those of `Attention.forward`, metadata
+        for each layer."""
         config, device = self.config, x.device
         stream = residual_stream(x, config.layer_norm_eps, 2 * config.num_hidden_layers, self.depth_weights())
         gate_norm = choose_gated_norm(device, config.hidden_size)
         feed_forward_norm = choose_gated_norm(device, config.intermediate_size)
-        for attention, feed_forward in zip(self.attention_layers, self.mlp_layers, strict=True):
-            update = attention(stream.normalised(), positions, metadata, states, gate_norm)
+        for attention, feed_forward, of_batch in zip(self.attention_layers, self.mlp_layers, metadata, strict=True):
+            update = attention(stream.normalised(), positions, of_batch, states, gate_norm)
             stream.add(update, config.attention_probs_dropout_prob, states, cast(Attention, attention).output_site)
             update = feed_forward(stream.normalised(), feed_forward_norm)
             stream.add(update, config.hidden_dropout_prob, states, cast(FeedForward, feed_forward).output_site)
@@ -248,9 +250,11 @@ class LTGBert(PretrainingModel):
         """Two per multiply-add, backward twice forward. Attention counts the full row, of which documents and causality
         save some."""
         width, inner = config.hidden_size, config.intermediate_size
-        layer = cls.attention_projections * width * width + 3 * width * inner + 2 * row_length * width
+        layer = cls.attention_projections * width * width + 3 * width * inner
+        windows = [config.rotary(index).window for index in range(config.num_hidden_layers)]
+        seen = sum(row_length if window is None else min(row_length, 2 * window + 1) for window in windows)
         head = width * width + width * config.vocab_size
-        return 6.0 * (config.num_hidden_layers * layer + target_fraction * head)
+        return 6.0 * (config.num_hidden_layers * layer + 2 * seen * width + target_fraction * head)
 
     def backward_order(self) -> list[nn.Parameter]:
         """Head and layers from the last to the first. What all layers use comes last: embeddings (a tied head's too),
@@ -292,15 +296,25 @@ class LTGBert(PretrainingModel):
         batch, length = input_ids.shape
         states = self._dropout_states(batch, length, input_ids.device, dropout)
         words, positions = self.embedding(input_ids, states)
-        metadata = self._attention_metadata(document_ids, causal, sizes)
+        metadata = self._layer_metadata(self._attention_metadata(document_ids, causal, sizes))
         return self.transformer(words, positions, metadata, states), states
+
+    def _layer_metadata(self, metadata: AttentionMetadata) -> list[AttentionMetadata]:
+        """For each layer `metadata`, which is that of layers without a window, or what its window makes of it."""
+        layers = [self.config.rotary(layer) for layer in range(self.config.num_hidden_layers)]
+        local = next((rotary for rotary in layers if rotary.window is not None), None)
+        if local is None or not isinstance(metadata, RopeAttentionMetadata):
+            return [metadata] * len(layers)
+        windowed = windowed_metadata(metadata, local)
+        return [metadata if rotary.window is None else windowed for rotary in layers]
 
     def _attention_metadata(
         self, document_ids: Tensor, causal: bool | Tensor, sizes: VarlenSizes | None = None
     ) -> AttentionMetadata:
         config, dtype = self.config, query_dtype(self.embedding.word_embedding.weight)
         if config.position_embedding == "rope":
-            return rope_metadata(document_ids, causal, config.head_dim, config.rope_theta, dtype, sizes)
+            everywhere = Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
+            return rope_metadata(document_ids, causal, everywhere, dtype, sizes)
         buckets = config.position_bucket_size, config.max_position_embeddings
         drops = self.training and config.attention_probs_dropout_prob > 0
         return choose_relative_metadata(document_ids, causal, buckets, config.head_dim, dtype, drops)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data.cli import closest
+from ops.rope_scaling import Rotary, scaling_problem
 
 # MODULE.CLASS of each model_type, a subclass of model_protocol.PretrainingModel; model_extra.build_model imports it.
 MODEL_CLASSES = {
@@ -32,6 +33,11 @@ class ModelConfig:
     position_embedding "rope" has no position tables: queries and keys are rotated (base rope_theta), which runs on
     plain fused attention kernels. These cannot drop probabilities by counter-based keys, so with "rope" attention
     probabilities are never dropped; all other dropouts apply.
+    sliding_window w, with "rope" alone: layers 0, n, 2n, ... (n is global_attn_every_n_layers; with 0 none) attend
+    their whole document, and the others tokens at most w away, on either side: transformers' ModernBertConfig.
+    sliding_window, half of its local_attention; what Mistral's or Qwen's configurations call sliding_window is w + 1.
+    Their base is local_rope_theta (0: rope_theta), and rope_scaling (ops/rope_scaling.py) is not for them, since
+    their distances never grow.
     model_type: a key of MODEL_CLASSES.
     """
 
@@ -47,6 +53,10 @@ class ModelConfig:
     layer_norm_eps: float = 1e-5
     position_embedding: str = "relative"
     rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    sliding_window: int = 0
+    global_attn_every_n_layers: int = 1
+    local_rope_theta: float = 0.0
     model_type: str = "gpt-bert"
 
     def __post_init__(self) -> None:
@@ -82,11 +92,46 @@ class ModelConfig:
         if self.model_type not in MODEL_CLASSES:
             choices = " or ".join(f'"{name}"' for name in MODEL_CLASSES)
             raise ModelConfigError(f'model_type is "{self.model_type}"; choose {choices}')
+        self._check_rotary()
+
+    def _check_rotary(self) -> None:
+        """Raise ModelConfigError on windows and scaled positions that cannot be."""
+        for name in ("sliding_window", "global_attn_every_n_layers", "local_rope_theta"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ModelConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if self.position_embedding != "rope":
+            for name, nothing in (("sliding_window", 0), ("local_rope_theta", 0), ("rope_scaling", None)):
+                if getattr(self, name) != nothing:
+                    raise ModelConfigError(
+                        f'{name} is {getattr(self, name)!r}, which position_embedding "rope" alone knows; with '
+                        f'"{self.position_embedding}" leave it out'
+                    )
+        if self.rope_scaling is not None and (problem := scaling_problem(self.rope_scaling)):
+            raise ModelConfigError(problem)
+        every, windows = self.global_attn_every_n_layers, self.sliding_window > 0
+        if windows and (every == 1 or (every == 0 and self.rope_scaling is not None)):
+            raise ModelConfigError(
+                f"sliding_window is {self.sliding_window} and global_attn_every_n_layers {every}, "
+                + ("by which every layer is global" if every == 1 else "so that rope_scaling has no layer to scale")
+                + "; ModernBERT has 3, and 0 gives all layers windows"
+            )
+        if not windows and (every != 1 or self.local_rope_theta):
+            raise ModelConfigError(
+                f"global_attn_every_n_layers is {every} and local_rope_theta {self.local_rope_theta}, but "
+                "sliding_window is 0, so that no layer has a window; set it, or leave them out"
+            )
 
     @property
     def head_dim(self) -> int:
         """Features of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    def rotary(self, layer: int) -> Rotary:
+        """Rotary positions and window of a layer, counted from 0."""
+        every = self.global_attn_every_n_layers
+        if self.sliding_window == 0 or (every and layer % every == 0):
+            return Rotary(self.head_dim, self.rope_theta, self.rope_scaling)
+        return Rotary(self.head_dim, self.local_rope_theta or self.rope_theta, None, self.sliding_window)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
@@ -126,7 +171,7 @@ class ModelConfig:
 
 
 def _check_type(name: str, value: Any, annotation: Any) -> None:
-    expected = {"int": (int,), "float": (int, float), "str": (str,)}[annotation]
+    expected = {"int": (int,), "float": (int, float), "str": (str,)}.get(annotation, (dict, type(None)))
     if not isinstance(value, expected) or isinstance(value, bool):
-        kind = {"int": "a whole number", "float": "a number", "str": "a string"}[annotation]
+        kind = {"int": "a whole number", "float": "a number", "str": "a string"}.get(annotation, "an object")
         raise ModelConfigError(f"{name} is {value!r}; it must be {kind}")

@@ -18,7 +18,8 @@ from torch import Tensor
 from model import Attention, LTGBert, ModelConfig
 from model_extra import DepthWeightedEncoder
 from ops.attention_metadata import bucket
-from ops.rope import rotate
+from ops.rope import rotary_tables, rotate
+from ops.rope_scaling import Rotary
 
 _CHUNK = 256  # tokens of a prompt read at once: bounds the scores, [B, H, chunk, T]
 _SMALLEST_CAPACITY = 64
@@ -67,8 +68,8 @@ class CachedDecoder:
         if model.config.position_embedding == "relative":
             positions = model.embedding.relative_layer_norm(model.embedding.relative_embedding)
         self._layers = [
-            _AttentionCache(layer, positions, model.config, len(padding), device)
-            for layer in map(_as_attention, model.transformer.attention_layers)
+            _AttentionCache(layer, positions, model.config, model.config.rotary(index), len(padding), device)
+            for index, layer in enumerate(map(_as_attention, model.transformer.attention_layers))
         ]
 
     def append(self, input_ids: Tensor) -> Tensor:
@@ -124,9 +125,15 @@ class _AttentionCache:
     """
 
     def __init__(
-        self, attention: Attention, positions: Tensor | None, config: ModelConfig, rows: int, device: torch.device
+        self,
+        attention: Attention,
+        positions: Tensor | None,
+        config: ModelConfig,
+        rotary: Rotary,
+        rows: int,
+        device: torch.device,
     ) -> None:
-        self._attention, self._config, self._length = attention, config, 0
+        self._attention, self._config, self._rotary, self._length = attention, config, rotary, 0
         heads, width = config.num_attention_heads, config.head_dim
         dtype = attention.out_proj.weight.dtype
         widths = [width, width]
@@ -152,7 +159,9 @@ class _AttentionCache:
         value, gate = attention.value_and_gate(x)
         value = value.unflatten(-1, heads).transpose(1, 2)
         if config.position_embedding == "rope":
-            query, key = _rotate(query, key, self._length, config.rope_theta)
+            query, key = _rotate(query, key, self._length, self._rotary)
+            if self._rotary.window is not None:
+                bias = bias.masked_fill(distance > self._rotary.window, -math.inf)
             key, value = self._append(key.transpose(1, 2), value)
             scores = (query.transpose(1, 2) * self._scale) @ key.transpose(-1, -2)
         else:
@@ -182,11 +191,7 @@ class _AttentionCache:
         return [tensor[:, :, : self._length] for tensor in self._kept]
 
 
-def _rotate(query: Tensor, key: Tensor, start: int, theta: float) -> tuple[Tensor, Tensor]:
+def _rotate(query: Tensor, key: Tensor, start: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
     """Query and key [B, n, H, d] turned by their positions start, start + 1, ..., as ops.rope does from 0 on."""
-    length, head_dim = query.shape[1], query.shape[-1]
-    positions = torch.arange(start, start + length, device=query.device, dtype=torch.float64)
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=query.device, dtype=torch.float64) / head_dim)
-    angles = positions[:, None] * frequencies
-    cos, sin = angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
-    return rotate(query, cos, sin), rotate(key, cos, sin)
+    tables = rotary_tables(rotary, torch.arange(start, start + query.shape[1], device=query.device))
+    return rotate(query, *tables), rotate(key, *tables)

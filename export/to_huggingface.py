@@ -9,6 +9,7 @@ from the run's records. `trust_remote_code=True` lets transformers run that code
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -38,10 +39,12 @@ from export.revisions import (
     push_revisions,
     write_revisions,
 )
-from model import LTGBert, ModelConfigError
+from model import LTGBert, ModelConfig, ModelConfigError
 from training.checkpoint import Checkpoint, CheckpointError, locate, rows_begin_with_bos
 
 _SHIPPED = ("configuration_gpt_bert.py", "layers_gpt_bert.py", "modeling_gpt_bert.py")
+# Keys of ModelConfig that the shipped code does not know.
+_NOT_SHIPPED = ("rope_scaling", "sliding_window", "global_attn_every_n_layers", "local_rope_theta")
 
 
 class ExportError(ValueError):
@@ -140,6 +143,11 @@ def _export_into(folder: Path, model_path: str | Path, ema: bool, name: str, pla
     model, tokenizer, _ = load_model(checkpoint.path, ema=ema)
     if not isinstance(model, LTGBert):
         raise ExportError(f"MODEL {checkpoint.path} is a {model.config.model_type}, for which transformers has no code")
+    defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+    if other := [key for key in _NOT_SHIPPED if getattr(model.config, key) != defaults[key]]:
+        raise ExportError(
+            f"MODEL {checkpoint.path} has {', '.join(other)}, which the code that is exported does not know"
+        )
     special = load_special_tokens(checkpoint.path, tokenizer)
     special.require(("bos", "pad", "mask"), f"the tokenizer of {checkpoint.path}")
     write_files(folder, checkpoint, model, special, ema, name, place, stated)
@@ -228,6 +236,7 @@ def model_configuration(
     config: dict[str, Any], special: SpecialTokens, note: dict[str, Any], flags: Mapping[str, Any]
 ) -> dict[str, Any]:
     """config.json: ModelConfig's keys, where transformers finds the code, and what continued pretraining must know."""
+    config = {key: value for key, value in config.items() if key not in _NOT_SHIPPED}
     prefix = "GPTBert" if config["model_type"] == "gpt-bert" else "LTGBert"
     classes = {
         "AutoModel": "Model",

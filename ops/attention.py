@@ -5,8 +5,9 @@ Disentangled relative attention (DeBERTa, LTG-BERT) adds content, content-to-pos
     score(i, j) = (q_i . k_j + q_i . key_pos[s] + k_j . query_pos[s]) / sqrt(3 d),   s = slot(i - j)
 
 The reference is plain PyTorch. Its position terms come from tables of one score per token and slot, never from
-tensors of T x T x head_dim. Tensors are batch first; a boolean mask is True where attention is allowed. The kernels are
-in ops/attention_cuda.py, rotary attention in ops/rope.py.
+tensors of T x T x head_dim; rows above LONGEST_WHOLE tokens go through it in blocks, in memory linear in T. Tensors are
+batch first; a boolean mask is True where attention is allowed. The kernels are in ops/attention_cuda.py, rotary
+attention in ops/rope.py.
 """
 
 import math
@@ -17,12 +18,22 @@ from torch import Tensor
 
 from ops import attention_cuda
 from ops.attention_cuda import fused_relative_attention
-from ops.attention_metadata import FusedAttentionMetadata, RelativeAttentionMetadata, fused_metadata, relative_metadata
+from ops.attention_metadata import (
+    LONGEST_WHOLE,
+    FusedAttentionMetadata,
+    LongRelativeMetadata,
+    RelativeAttentionMetadata,
+    allowed_between,
+    fused_metadata,
+    long_relative_metadata,
+    relative_metadata,
+)
+from ops.blocks import Span, in_blocks
 from ops.dropout import apply_mask, keep_mask, keep_scale
 from ops.reference import reference_chosen
 from ops.rope import RopeAttentionMetadata, rope_attention
 
-AttentionMetadata = RelativeAttentionMetadata | FusedAttentionMetadata | RopeAttentionMetadata
+AttentionMetadata = RelativeAttentionMetadata | LongRelativeMetadata | FusedAttentionMetadata | RopeAttentionMetadata
 
 
 # The choice
@@ -54,7 +65,7 @@ def choose_relative_metadata(
     head_dim: int,
     dtype: torch.dtype,
     drops: bool,
-) -> RelativeAttentionMetadata | FusedAttentionMetadata:
+) -> RelativeAttentionMetadata | LongRelativeMetadata | FusedAttentionMetadata:
     """Metadata of a batch with relative positions, for the kernels where `use_kernel` says so, else for the reference.
 
     document_ids: int64 [B, T] (negative: padding). causal: a bool, or bool [B]. buckets: bucket size and largest
@@ -67,6 +78,8 @@ def choose_relative_metadata(
     causal = causal.to(device, copy=True)
     if use_kernel(device, dtype, head_dim, 2 * buckets[0] - 1, drops, torch.is_grad_enabled()):
         return fused_metadata(document_ids, causal, *buckets)
+    if document_ids.size(1) > LONGEST_WHOLE:
+        return long_relative_metadata(document_ids, causal, *buckets)
     return relative_metadata(document_ids, causal, *buckets, dtype)
 
 
@@ -104,7 +117,7 @@ def relative_attention(
     value: Tensor,
     query_pos: Tensor,
     key_pos: Tensor,
-    metadata: RelativeAttentionMetadata,
+    metadata: RelativeAttentionMetadata | LongRelativeMetadata,
     dropout_p: float = 0.0,
     dropout_keys: Tensor | None = None,
     dropout_columns: Tensor | None = None,
@@ -118,32 +131,82 @@ def relative_attention(
     """
     scale = 1 / math.sqrt(3 * query.size(-1))
     query, query_pos = query * scale, query_pos * scale
-    # [B, H, T, d] x [B, H, d, T] -> [B, H, T, T]; a new tensor, so what follows may add to it in place
-    scores = (query.transpose(1, 2) @ key.permute(0, 2, 3, 1)).float()
-    if metadata.one_hot is None:
-        to_position, from_position = gather_positions(query, key, query_pos, key_pos, metadata.slots)
+    dropped = (dropout_p, dropout_keys, dropout_columns)
+    if isinstance(metadata, LongRelativeMetadata):
+        context = _attention_in_blocks(query, key, value, query_pos, key_pos, metadata, dropped)
     else:
-        to_position, from_position = expand_by_product(query, key, query_pos, key_pos, metadata.one_hot)
-    scores = scores.add_(to_position).add_(from_position).add_(metadata.bias)
-    probabilities = scores.softmax(dim=-1)
-    if dropout_keys is not None and dropout_columns is not None and dropout_p > 0:
-        columns = dropout_columns[: probabilities.size(-1)]
-        probabilities = apply_mask(probabilities, keep_mask(dropout_keys, columns, dropout_p))
-        value = value * keep_scale(dropout_p)  # the same as scaling the probabilities, on far fewer elements
-    context = (probabilities.to(value.dtype) @ value.transpose(1, 2)).transpose(1, 2)
+        if metadata.one_hot is None:
+            terms = gather_positions(query, key, query_pos, key_pos, metadata.slots)
+        else:
+            terms = expand_by_product(query, key, query_pos, key_pos, metadata.one_hot)
+        context = _weighted_values(query, key, value, (*terms, metadata.bias), dropped)
     return context.masked_fill(metadata.document_ids[:, :, None, None] < 0, 0.0)
+
+
+def _attention_in_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_pos: Tensor,
+    key_pos: Tensor,
+    metadata: LongRelativeMetadata,
+    dropped: tuple[float, Tensor | None, Tensor | None],
+) -> Tensor:
+    (p, keys, columns), length = dropped, query.size(1)
+    to_slots, from_slots = _scores_with_slots(query, key_pos), _scores_with_slots(key, query_pos)  # [B, H, T, 2b-1]
+
+    def attend_block(queries: Span, all_keys: Span) -> Tensor:
+        first, last = queries
+        index = torch.arange(*queries, device=query.device)[:, None] - torch.arange(length, device=query.device)
+        index = metadata.slots[index + length - 1]  # [n, T]
+        bias = torch.zeros(index.shape, device=query.device)
+        bias = bias.masked_fill(~allowed_between(metadata.documents, metadata.causal, queries, all_keys), -math.inf)
+        to_position = _pick(to_slots[:, :, first:last], index)
+        from_position = _pick(from_slots, index.t()).transpose(-1, -2)
+        part = None if keys is None else keys[:, :, first:last]
+        terms = (to_position, from_position, bias.unsqueeze(1))
+        return _weighted_values(query[:, first:last], key, value, terms, (p, part, columns))
+
+    return in_blocks(attend_block, length)
+
+
+def _weighted_values(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: tuple[Tensor, Tensor, Tensor],
+    dropped: tuple[float, Tensor | None, Tensor | None],
+) -> Tensor:
+    """Context [B, n, H, d] of scaled queries [B, n, H, d]; terms: what is added to their scores, [B, H or 1, n, T]."""
+    p, keys, columns = dropped
+    # [B, H, n, d] x [B, H, d, T] -> [B, H, n, T]; a new tensor, so what follows may add to it in place
+    scores = (query.transpose(1, 2) @ key.permute(0, 2, 3, 1)).float()
+    to_position, from_position, bias = terms
+    probabilities = scores.add_(to_position).add_(from_position).add_(bias).softmax(dim=-1)
+    if keys is not None and columns is not None and p > 0:
+        columns = columns[: probabilities.size(-1)]
+        probabilities = apply_mask(probabilities, keep_mask(keys, columns, p))
+        value = value * keep_scale(p)  # the same as scaling the probabilities, on far fewer elements
+    return (probabilities.to(value.dtype) @ value.transpose(1, 2)).transpose(1, 2)
+
+
+def _scores_with_slots(content: Tensor, position: Tensor) -> Tensor:
+    """Scores of tokens [B, T, H, d] with all slots [2b-1, H, d]: [B, H, T, 2b-1]."""
+    return torch.einsum("bthd,shd->bhts", content, position)
+
+
+def _pick(scores: Tensor, slots: Tensor) -> Tensor:
+    """Of scores [B, H, n, 2b-1] those of slots int64 [n, m]: [B, H, n, m]."""
+    return scores.gather(-1, slots.expand(*scores.shape[:2], *slots.shape))
 
 
 def gather_positions(
     query: Tensor, key: Tensor, query_pos: Tensor, key_pos: Tensor, slots: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Content-to-position and position-to-content scores, two tensors [B, H, T, T], gathered from [B, H, T, 2b-1]."""
-    batch, length, heads, _ = query.shape
-    index = slots.expand(batch, heads, length, length)
-    # [B, H, T, 2b-1] -> [B, H, T, T]: of query i's scores with all slots the one of each key j, and of key j's likewise
-    to_position = torch.einsum("bihd,shd->bhis", query, key_pos).gather(-1, index)
-    from_position = torch.einsum("bjhd,shd->bhjs", key, query_pos).gather(-1, index.transpose(-1, -2))
-    return to_position, from_position.transpose(-1, -2)
+    # Of query i's scores with all slots the one of each key j, and of key j's likewise.
+    to_position = _pick(_scores_with_slots(query, key_pos), slots)
+    return to_position, _pick(_scores_with_slots(key, query_pos), slots.t()).transpose(-1, -2)
 
 
 def expand_by_product(

@@ -15,6 +15,8 @@ TILE = 64  # rows of a block, columns of a step, and slots, in the source
 _NO_STEP = 2**30
 # Above this many elements the one-hot tensors of RelativeAttentionMetadata cost more memory than they save time.
 _MAX_ONE_HOT = 2**28
+LONGEST_WHOLE = 1024  # tokens of a row: the reference takes longer ones in blocks of BLOCK queries
+BLOCK = 512
 
 
 class RelativeAttentionMetadata(NamedTuple):
@@ -35,6 +37,19 @@ class RelativeAttentionMetadata(NamedTuple):
     one_hot: tuple[Tensor, Tensor] | None
 
 
+class LongRelativeMetadata(NamedTuple):
+    """The same for rows so long that the reference runs in blocks of queries: nothing here grows with T x T.
+
+    document_ids: int64 [B, T]. documents: int64 [B, T] of `document_numbers`. causal: bool [B].
+    slots: int64 [2 T - 1] of `slots_by_distance`.
+    """
+
+    document_ids: Tensor
+    documents: Tensor
+    causal: Tensor
+    slots: Tensor
+
+
 def bucket(distance: Tensor, bucket_size: int, max_position: int) -> Tensor:
     """Signed bucket of each signed distance: int64 of any shape, exact near zero and logarithmic further away.
 
@@ -50,11 +65,16 @@ def bucket(distance: Tensor, bucket_size: int, max_position: int) -> Tensor:
     return torch.where(clipped <= mid, distance, distance.sign() * logarithmic)
 
 
+def slots_by_distance(length: int, bucket_size: int, max_position: int, device: torch.device) -> Tensor:
+    """Row of the position tables for each distance i - j, from 1 - length on: int64 [2 * length - 1]."""
+    distance = torch.arange(1 - length, length, device=device)
+    return bucket(distance, bucket_size, max_position) + bucket_size - 1
+
+
 def relative_slots(length: int, bucket_size: int, max_position: int, device: torch.device) -> Tensor:
     """Row of the position tables for query i and key j: int64 [length, length] in [0, 2 * bucket_size - 2]."""
+    table = slots_by_distance(length, bucket_size, max_position, device)
     positions = torch.arange(length, device=device)
-    distance = torch.arange(1 - length, length, device=device)
-    table = bucket(distance, bucket_size, max_position) + bucket_size - 1  # [2 length - 1], by distance + length - 1
     return table[positions[:, None] - positions[None, :] + length - 1]
 
 
@@ -65,15 +85,33 @@ def document_starts(document_ids: Tensor) -> Tensor:
     return starts
 
 
-def attention_allowed(document_ids: Tensor, causal: Tensor) -> Tensor:
-    """Bool [B, T, T]: query i and key j are of one document, and j <= i in rows where `causal` [B] is set.
+def document_numbers(document_ids: Tensor) -> Tensor:
+    """The number of each token's document in its row, from 1 on: int64 [B, T]. Padding counts as documents, too."""
+    return document_starts(document_ids).cumsum(1)
+
+
+def attention_allowed(document_ids: Tensor, causal: Tensor, window: int | None = None) -> Tensor:
+    """Bool [B, T, T]: query i and key j are of one document, j <= i in rows where `causal` [B] is set, and
+    |i - j| <= window.
 
     Padding tokens (negative ids) count as documents here, too; callers zero what comes out for them.
     """
-    documents = document_starts(document_ids).cumsum(1)  # [B, T], numbers of a row's documents from 1 on
-    length = documents.size(1)
-    past = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-    return (documents[:, :, None] == documents[:, None, :]) & (past | ~causal[:, None, None])
+    whole = (0, document_ids.size(1))
+    return allowed_between(document_numbers(document_ids), causal, whole, whole, window)
+
+
+def allowed_between(
+    documents: Tensor, causal: Tensor, queries: tuple[int, int], keys: tuple[int, int], window: int | None = None
+) -> Tensor:
+    """`attention_allowed` for queries and keys from a first to before a last token: bool [B, queries, keys].
+
+    documents: int64 [B, T] of `document_numbers`.
+    """
+    query, key = (torch.arange(*part, device=documents.device) for part in (queries, keys))
+    ahead = key - query[:, None]  # [queries, keys]
+    same = documents[:, slice(*queries), None] == documents[:, None, slice(*keys)]
+    allowed = same & ((ahead <= 0) | ~causal[:, None, None])
+    return allowed if window is None else allowed & (ahead.abs() <= window)
 
 
 def relative_metadata(
@@ -92,6 +130,14 @@ def relative_metadata(
     if device.type == "cuda" and width * length**2 <= _MAX_ONE_HOT:
         one_hot = one_hot_slots(slots, width, dtype)
     return RelativeAttentionMetadata(document_ids, causal, slots, bias, one_hot)
+
+
+def long_relative_metadata(
+    document_ids: Tensor, causal: Tensor, bucket_size: int, max_position: int
+) -> LongRelativeMetadata:
+    """Metadata for the reference in blocks, from the same as `relative_metadata`."""
+    slots = slots_by_distance(document_ids.size(1), bucket_size, max_position, document_ids.device)
+    return LongRelativeMetadata(document_ids, document_numbers(document_ids), causal, slots)
 
 
 def one_hot_slots(slots: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,14 @@
 """Rotary attention (RoPE, Su et al. 2021): plain fused attention, for models without relative positions.
 
-On a CPU, in float32, and inside torch.compile: PyTorch's scaled_dot_product_attention with a boolean mask. On CUDA in
-bf16 or fp16 (sm_80 or later): variable-length flash attention, where documents are sequences of their own (flash-attn's
-kernels where it is installed, else those in torch.nn.attention.varlen). These kernels know nothing of counter-based
-dropout, so probabilities are never dropped here.
+On a CPU, in float32, and inside torch.compile: PyTorch's scaled_dot_product_attention with a boolean mask, in blocks
+for long rows, so that memory is linear in T. On CUDA in bf16 or fp16 (sm_80 or later): variable-length flash attention,
+where documents are sequences of their own (flash-attn's kernels where it is installed, else those in
+torch.nn.attention.varlen). These kernels know nothing of counter-based dropout, so probabilities are never dropped.
+
+Some layers may see a window only: |i - j| <= window, in causal rows the past half of it. They have frequencies of their
+own, and metadata of their own, which shares the documents with that of the others.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,11 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops import nvrtc
-from ops.attention_metadata import attention_allowed, document_starts
+from ops.attention_metadata import (
+    LONGEST_WHOLE,
+    allowed_between,
+    attention_allowed,
+    document_numbers,
+    document_starts,
+)
+from ops.blocks import Span, in_blocks
 from ops.reference import reference_chosen
+from ops.rope_scaling import Rotary, attention_factor, frequencies
 
-# (query, key, value [tokens, H, d], boundaries int32 [documents + 1], longest possible document, causal) -> context
-VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
+# (query, key, value [tokens, H, d], boundaries int32 [documents + 1], longest possible document, causal, window or
+# None) -> context
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool, int | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,22 +61,35 @@ class VarlenMetadata(NamedTuple):
 
 
 class RopeAttentionMetadata(NamedTuple):
-    """What all layers share: document_ids int64 [B, T]; cos and sin float32 [T, 1, d/2]; allowed bool [B, 1, T, T]
-    for PyTorch's attention (None where `varlen` is used); varlen with its kernel, or None."""
+    """What all layers of a kind share: document_ids int64 [B, T]; cos and sin float32 [T, 1, d/2], of `rotary_tables`.
+
+    window: as in Rotary. varlen with its kernel, or None. Where that is None: allowed bool [B, 1, T, T] for PyTorch's
+    attention or, for long rows, runs (int64 [B, T] of `document_numbers`, causal bool [B]), from which each block
+    makes its own.
+    """
 
     document_ids: Tensor
     cos: Tensor
     sin: Tensor
+    window: int | None
     allowed: Tensor | None
+    runs: tuple[Tensor, Tensor] | None
     varlen: VarlenMetadata | None
     kernel: VarlenKernel | None
+
+
+def rotary_tables(rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles, float32 [T, 1, d/2], times the temperature that YaRN has."""
+    turns = frequencies(rotary.head_dim, rotary.theta, rotary.scaling, positions.device)
+    angles = positions.double()[:, None] * turns  # [T, d/2]
+    factor = attention_factor(rotary.scaling)
+    return (angles.cos() * factor).float().unsqueeze(1), (angles.sin() * factor).float().unsqueeze(1)
 
 
 def rope_metadata(
     document_ids: Tensor,
     causal: bool | Tensor,
-    head_dim: int,
-    theta: float,
+    rotary: Rotary,
     dtype: torch.dtype,
     sizes: VarlenSizes | None = None,
 ) -> RopeAttentionMetadata:
@@ -75,17 +99,30 @@ def rope_metadata(
     of documents is a shape: without `sizes` this waits for the device, to count them.
     """
     device, (batch, length) = document_ids.device, document_ids.shape
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
-    angles = torch.arange(length, device=device, dtype=torch.float64)[:, None] * frequencies  # [T, d/2]
-    cos, sin = angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
     plain = torch.compiler.is_compiling() or obstacle(device, dtype) or reference_chosen("attention")
-    kernel = None if plain else varlen_kernel()
+    kernel, allowed, runs, varlen = None if plain else varlen_kernel(), None, None, None
     if kernel is not None:
-        return RopeAttentionMetadata(document_ids, cos, sin, None, varlen_metadata(document_ids, causal, sizes), kernel)
-    if isinstance(causal, bool):
-        causal = torch.full((batch,), causal, device=device)
-    allowed = attention_allowed(document_ids, causal.to(device)).unsqueeze(1)
-    return RopeAttentionMetadata(document_ids, cos, sin, allowed, None, None)
+        varlen = varlen_metadata(document_ids, causal, sizes)
+    else:
+        if isinstance(causal, bool):
+            causal = torch.full((batch,), causal, device=device)
+        causal = causal.to(device)
+        if length > LONGEST_WHOLE:
+            runs = (document_numbers(document_ids), causal)
+        else:
+            allowed = attention_allowed(document_ids, causal, rotary.window).unsqueeze(1)
+    tables = rotary_tables(rotary, torch.arange(length, device=device))
+    return RopeAttentionMetadata(document_ids, *tables, rotary.window, allowed, runs, varlen, kernel)
+
+
+def windowed_metadata(metadata: RopeAttentionMetadata, rotary: Rotary) -> RopeAttentionMetadata:
+    """Metadata of the same batch for other layers, which see `rotary.window` of what those of `metadata` see."""
+    index = torch.arange(metadata.document_ids.size(1), device=metadata.document_ids.device)
+    cos, sin = rotary_tables(rotary, index)
+    allowed = metadata.allowed
+    if allowed is not None and rotary.window is not None:
+        allowed = allowed & ((index[:, None] - index).abs() <= rotary.window)
+    return metadata._replace(cos=cos, sin=sin, window=rotary.window, allowed=allowed)
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str:
@@ -103,11 +140,28 @@ def rope_attention(query: Tensor, key: Tensor, value: Tensor, metadata: RopeAtte
     """Context [B, T, H, d] of query, key and value [B, T, H, d], scores scaled by 1/sqrt(d); zero for padding."""
     query, key = rotate(query, metadata.cos, metadata.sin), rotate(key, metadata.cos, metadata.sin)
     if metadata.varlen is not None and metadata.kernel is not None:
-        context = varlen_attention(query, key, value, metadata.varlen, metadata.kernel)
+        context = varlen_attention(query, key, value, metadata.varlen, metadata.kernel, metadata.window)
+    elif metadata.runs is not None:
+        context = _attention_in_blocks(query, key, value, metadata.runs, metadata.window)
     else:
-        heads_first = (x.transpose(1, 2) for x in (query, key, value))
-        context = F.scaled_dot_product_attention(*heads_first, attn_mask=metadata.allowed).transpose(1, 2)
+        context = _masked_attention(query, key, value, metadata.allowed)
     return context.masked_fill(metadata.document_ids[:, :, None, None] < 0, 0.0)
+
+
+def _masked_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
+    heads_first = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(*heads_first, attn_mask=allowed).transpose(1, 2)
+
+
+def _attention_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, runs: tuple[Tensor, Tensor], window: int | None
+) -> Tensor:
+    def attend(queries: Span, keys: Span) -> Tensor:
+        allowed = allowed_between(*runs, queries, keys, window).unsqueeze(1)
+        seen = slice(*keys)
+        return _masked_attention(query[:, slice(*queries)], key[:, seen], value[:, seen], allowed)
+
+    return in_blocks(attend, query.size(1), window)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -136,7 +190,7 @@ def varlen_metadata(document_ids: Tensor, causal: bool | Tensor, sizes: VarlenSi
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, metadata: VarlenMetadata, kernel: VarlenKernel
+    query: Tensor, key: Tensor, value: Tensor, metadata: VarlenMetadata, kernel: VarlenKernel, window: int | None = None
 ) -> Tensor:
     """Context [B, T, H, d] by one call of `kernel` for the causal rows and one for the others."""
     if metadata.order is not None and metadata.inverse is not None:
@@ -150,7 +204,7 @@ def varlen_attention(
         if boundaries.numel() > 1:  # the group has documents
             # [rows, T, H, d] -> [rows * T, H, d]: the kernel knows documents alone, and they never cross a row's end
             q, k, v = (x[rows].flatten(0, 1).contiguous() for x in (query, key, value))
-            parts.append(kernel(q, k, v, boundaries, query.size(1), causal).view_as(query[rows]))
+            parts.append(kernel(q, k, v, boundaries, query.size(1), causal, window).view_as(query[rows]))
     context = torch.cat(parts)
     if metadata.order is None or metadata.inverse is None:
         return context
@@ -179,8 +233,9 @@ def varlen_kernel() -> VarlenKernel | None:
     except ImportError:
         return _torch_varlen_kernel()
 
-    def flash_attn(query, key, value, boundaries, longest, causal):
-        return flash_attn_varlen_func(query, key, value, boundaries, boundaries, longest, longest, causal=causal)
+    def flash_attn(query, key, value, boundaries, longest, causal, window):
+        ends = (boundaries, boundaries, longest, longest)
+        return flash_attn_varlen_func(query, key, value, *ends, causal=causal, window_size=_sides(causal, window))
 
     return flash_attn
 
@@ -190,15 +245,20 @@ def _torch_varlen_kernel() -> VarlenKernel | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    has_window = "window_size" in inspect.signature(varlen_attn).parameters  # its name for causality since torch 2.11
 
-    def torch_varlen(query, key, value, boundaries, longest, causal):
-        options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)} if has_window else {"is_causal": causal}
-        context = varlen_attn(query, key, value, boundaries, boundaries, longest, longest, **options)
+    def torch_varlen(query, key, value, boundaries, longest, causal, window):
+        ends = (boundaries, boundaries, longest, longest)
+        context = varlen_attn(query, key, value, *ends, window_size=_sides(causal, window))
         assert isinstance(context, Tensor)  # it is a tuple only where statistics are asked for
         return context
 
     return torch_varlen
+
+
+def _sides(causal: bool, window: int | None) -> tuple[int, int]:
+    """How many tokens before and after its own a query sees, as flash attention counts them; -1 is all."""
+    reach = -1 if window is None else window
+    return reach, 0 if causal else reach
 
 
 def _boundaries(document_ids: Tensor, count: int | None) -> Tensor:

@@ -17,8 +17,11 @@ def random_model(model_type: str, position_embedding: str, **sizes: int) -> LTGB
     values = {
         "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 3, "num_hidden_layers": 3,
         "vocab_size": VOCABULARY, "max_position_embeddings": 24, "position_bucket_size": 8,
-        "model_type": model_type, "position_embedding": position_embedding, **sizes,
+        "model_type": model_type, "position_embedding": position_embedding.removesuffix(" windows"), **sizes,
     }  # fmt: skip
+    if position_embedding.endswith(" windows"):
+        scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 24}
+        values |= {"sliding_window": 5, "global_attn_every_n_layers": 2, "rope_scaling": scaling}
     generator = torch.Generator().manual_seed(5)
     model = build_model(ModelConfig.from_dict(values), generator).eval()
     with torch.no_grad():
@@ -35,7 +38,7 @@ def no_padding(rows: int) -> torch.Tensor:
     return torch.zeros(rows, dtype=torch.int64)
 
 
-KINDS = [(m, p) for m in ("gpt-bert", "ltg-bert") for p in ("relative", "rope")]
+KINDS = [(m, p) for m in ("gpt-bert", "ltg-bert") for p in ("relative", "rope")] + [("gpt-bert", "rope windows")]
 
 
 @pytest.mark.parametrize(("model_type", "position_embedding"), KINDS)

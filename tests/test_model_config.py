@@ -25,6 +25,9 @@ def test_configurations_in_the_repository(name: str, millions: float):
     assert config.attention_probs_dropout_prob == config.hidden_dropout_prob == 0.1
 
 
+ROPE = {"position_embedding": "rope"}
+
+
 def test_configuration_round_trip(tmp_path: Path):
     config = ModelConfig.from_dict(SIZES | {"model_type": "ltg-bert", "position_embedding": "rope", "rope_theta": 5e4})
     path = tmp_path / "config.json"
@@ -50,6 +53,15 @@ def test_configuration_round_trip(tmp_path: Path):
         ({"layer_norm_eps": 0}, "layer_norm_eps is 0; it must be above 0"),
         ({"position_embedding": "sine"}, 'position_embedding is "sine"; choose "relative" or "rope"'),
         ({"position_embedding": "rope", "hidden_size": 30}, "heads of 15 features"),
+        ({"sliding_window": 8}, 'sliding_window is 8, which position_embedding "rope" alone knows'),
+        (ROPE | {"sliding_window": 8}, "global_attn_every_n_layers 1, by which every layer is global"),
+        (ROPE | {"local_rope_theta": 1e4}, "but sliding_window is 0, so that no layer has a window"),
+        (ROPE | {"sliding_window": -1}, "sliding_window is -1; it must be at least 0"),
+        (ROPE | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'take "ntk"'),
+        (ROPE | {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor is 0.5; it must be at least 1"),
+        (ROPE | {"rope_scaling": {"type": "llama3", "factor": 2}}, 'needs the key "original_max_position_embeddings"'),
+        (ROPE | {"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}, 'knows no key "beta"'),
+        (ROPE | {"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
         ({"position_bucket_size": 1}, "position_bucket_size is 1; it must be at least 2"),
         ({"max_position_embeddings": 4}, "max_position_embeddings is 4; with position_bucket_size 6 it must be at"),
         ({"model_type": "bert"}, 'model_type is "bert"; choose'),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from ops import attention, attention_metadata, depth_average, dropout, rope
 from ops.dropout import DropoutKeys
+from ops.rope_scaling import Rotary
 
 CPU = torch.device("cpu")
 
@@ -297,7 +298,7 @@ def rope_inputs(batch: int = 4, length: int = 19, heads: int = 2, head_dim: int 
 
 def test_rope_attention_matches_definition():
     (query, key, value), ids, causal = rope_inputs()
-    context = rope.rope_attention(query, key, value, rope.rope_metadata(ids, causal, 8, 100.0, torch.float32))
+    context = rope.rope_attention(query, key, value, rope.rope_metadata(ids, causal, Rotary(8, 100.0), torch.float32))
     turn = torch.arange(19).double()[:, None] * 100.0 ** (-torch.arange(4).double() / 4)
     turn = torch.polar(torch.ones_like(turn), turn)[:, None]
 
@@ -319,7 +320,7 @@ def test_rope_attention_matches_definition():
 
 def test_rope_scores_depend_on_distance_alone():
     query, key = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
-    metadata = rope.rope_metadata(torch.zeros(1, 40, dtype=torch.int64), False, 16, 10000.0, torch.float32)
+    metadata = rope.rope_metadata(torch.zeros(1, 40, dtype=torch.int64), False, Rotary(16, 10000.0), torch.float32)
     rotated_query = rope.rotate(query.expand(1, 40, 1, 16), metadata.cos, metadata.sin)[0, :, 0]
     rotated_key = rope.rotate(key.expand(1, 40, 1, 16), metadata.cos, metadata.sin)[0, :, 0]
     scores = rotated_query @ rotated_key.t()
@@ -336,7 +337,7 @@ def test_rope_scores_depend_on_distance_alone():
 def test_varlen_attention_matches_masked_attention(causal, expected: int | None):
     """Document boundaries and the order of rows, with a kernel that runs each document by itself."""
 
-    def kernel(query, key, value, boundaries, longest, causal):
+    def kernel(query, key, value, boundaries, longest, causal, window):
         parts = []
         for start, end in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True):
             assert end - start <= longest
@@ -346,7 +347,7 @@ def test_varlen_attention_matches_masked_attention(causal, expected: int | None)
         return torch.cat(parts)
 
     (query, key, value), ids, _ = rope_inputs()
-    metadata = rope.rope_metadata(ids, causal, 8, 10000.0, torch.float32)
+    metadata = rope.rope_metadata(ids, causal, Rotary(8, 10000.0), torch.float32)
     sizes, rows = None, torch.as_tensor(causal).expand(4)
     if expected is not None:  # more documents than there are
         sizes = rope.VarlenSizes(int(rows.sum()), expected * bool(rows.any()), expected * bool((~rows).any()))
@@ -368,9 +369,9 @@ def test_varlen_kernel_matches_masked_attention():
     query, key, value = (torch.randn(4, 64, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     ids = (torch.arange(64, device="cuda").expand(4, 64) // 23).clone()
     causal = torch.tensor([False, True, False, True], device="cuda")
-    fast = rope.rope_metadata(ids, causal, 64, 10000.0, torch.bfloat16)
+    fast = rope.rope_metadata(ids, causal, Rotary(64, 10000.0), torch.bfloat16)
     assert fast.varlen is not None
-    slow = rope.rope_metadata(ids, causal, 64, 10000.0, torch.float32)
+    slow = rope.rope_metadata(ids, causal, Rotary(64, 10000.0), torch.float32)
     expected = rope.rope_attention(query.float(), key.float(), value.float(), slow)
     context = rope.rope_attention(query, key, value, fast)
     torch.testing.assert_close(context.float(), expected, rtol=2e-2, atol=2e-2)
