@@ -1,6 +1,6 @@
 """Throughput: tokens per second of whole training steps, end to end through train_single_gpu.py.
 
-    python benchmarks/throughput.py [--config configs/base.json] [--seq_length 128 256 512] [--output throughput.json]
+    python benchmarks/throughput.py [--config base] [--seq_length 128 256 512] [--output throughput.json]
 
 Each case is a run of its own on synthetic shards: loader, masks, forward, backward, clipping, optimizer, EMA, logging.
 Prints the median over the steps after `--skip`, the smallest and largest, peak memory, and model FLOP/s over those of a
@@ -154,9 +154,14 @@ def matmul_flops(size: int = 8192) -> float:
 def main() -> int:
     """Entry point."""
     parser = Parser((__doc__ or "").split("\n")[0])
-    parser.add_argument("--config", default=str(_ROOT / "configs/base.json"), help="model configuration")
+    parser.add_argument("--config", default="base", help="preset in configs/, or a model configuration (default: base)")
     parser.add_argument("--seq_length", type=int, nargs="+", default=[128, 256, 512], help="row lengths in tokens")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens per micro-batch (default: 32768)")
+    parser.add_argument(
+        "--document_length", type=int, default=400,
+        help="mean length of documents in tokens (default: 400); attention stays inside them, so take that of your "
+        "texts for long rows",
+    )  # fmt: skip
     parser.add_argument("--accumulation", type=int, default=4, help="micro-batches per step (default: 4)")
     parser.add_argument("--steps", type=int, default=30, help="steps per case (default: 30)")
     parser.add_argument("--skip", type=int, default=10, help="steps not counted (default: 10)")
@@ -176,12 +181,14 @@ def main() -> int:
             "error: no CUDA device to measure; --device cpu measures this CPU (take a small --config)", file=sys.stderr
         )
         return 2
+    preset = _ROOT / "configs" / f"{options.config}.json"
+    options.config = str(preset) if preset.is_file() else options.config
     ceiling, peak = matmul_flops(), peak_flops(torch.device("cuda")) if torch.cuda.is_available() else None
     torch.cuda.empty_cache()
     results = []
     with tempfile.TemporaryDirectory() as folder:
         vocab_size = ModelConfig.from_json(options.config).vocab_size
-        inputs = write_inputs(Path(folder), vocab_size, 20_000_000)
+        inputs = write_inputs(Path(folder), vocab_size, 20_000_000, options.document_length)
         ramps = (False, True) if options.ramp else (False,)
         variants = options.variant or [""]
         for variant, seq_length, ramp in [(v, s, r) for v in variants for s in options.seq_length for r in ramps]:

@@ -361,22 +361,6 @@ def test_varlen_attention_matches_masked_attention(causal, expected: int | None)
         torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.gpu
-def test_varlen_kernel_matches_masked_attention():
-    kernel = rope.varlen_kernel()
-    assert kernel is not None, "torch >= 2.11 has one"
-    torch.manual_seed(3)
-    query, key, value = (torch.randn(4, 64, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    ids = (torch.arange(64, device="cuda").expand(4, 64) // 23).clone()
-    causal = torch.tensor([False, True, False, True], device="cuda")
-    fast = rope.rope_metadata(ids, causal, Rotary(64, 10000.0), torch.bfloat16)
-    assert fast.varlen is not None
-    slow = rope.rope_metadata(ids, causal, Rotary(64, 10000.0), torch.float32)
-    expected = rope.rope_attention(query.float(), key.float(), value.float(), slow)
-    context = rope.rope_attention(query, key, value, fast)
-    torch.testing.assert_close(context.float(), expected, rtol=2e-2, atol=2e-2)
-
-
 # Averages over depth
 
 

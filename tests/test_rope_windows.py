@@ -125,6 +125,27 @@ def test_memory_of_long_rows_grows_with_their_length(positions: str):
     assert numbers(2200) < 2.1 * numbers(1100)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("length", "window"), [(64, None), (64, 9), (2048, 64)])
+def test_varlen_kernel_matches_masked_attention(length: int, window: int | None):
+    """With gradients; long rows against the reference in blocks."""
+    assert rope.varlen_kernel() is not None, "torch >= 2.11 has one"
+    torch.manual_seed(3)
+    content = [torch.randn(4, length, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    ids = (torch.arange(length, device="cuda").expand(4, length) // (length // 3 + 2)).clone()
+    causal = torch.tensor([False, True, False, True], device="cuda")
+    weights = torch.randn(4, length, 2, 64, device="cuda")
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        metadata = rope.rope_metadata(ids, causal, Rotary(64, 10000.0, window=window), dtype)
+        assert (metadata.varlen is None) == (dtype == torch.float32)
+        leaves = [x.detach().to(dtype).requires_grad_() for x in content]
+        context = rope.rope_attention(*leaves, metadata)
+        results.append((context, *torch.autograd.grad((context * weights).sum(), leaves)))
+    for fast, slow in zip(*results, strict=True):
+        torch.testing.assert_close(fast.float(), slow.float(), rtol=2e-2, atol=4e-2)
+
+
 def test_windows_lower_what_a_token_costs():
     model = make_model(("ltg-bert", "rope"))
     config = make_model(("ltg-bert", "rope"), sliding_window=8, global_attn_every_n_layers=2).config

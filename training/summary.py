@@ -21,6 +21,7 @@ from data.wording import count
 from model_config import ModelConfig
 from model_extra import model_class
 from ops import attention_cuda, cross_entropy_cuda, gated_norm_cuda, lamb_cuda, residual_cuda, rope
+from ops.attention_metadata import LONGEST_WHOLE
 from ops.reference import reference_chosen, reference_parts
 from training.config import TrainingConfig
 from training.distributed import World
@@ -424,8 +425,10 @@ def _activations(
     if model.position_embedding == "rope":
         attention += 2 * width  # copies in the order of causal and other rows
     elif "attention" in missing:
-        # Probabilities and what they are made of; scores of queries and of keys with each position bucket, and copies.
-        scores = model.num_attention_heads * (row_length * (2.5 * size + 1) + 4 * size * model.position_bucket_size)
+        # Probabilities and what they are made of, of long rows not kept; scores of queries and of keys with each
+        # position bucket, and copies.
+        whole = row_length if row_length <= LONGEST_WHOLE else 0
+        scores = model.num_attention_heads * (whole * (2.5 * size + 1) + 4 * size * model.position_bucket_size)
         attention += 2 * width
     if "feed-forward norm" in missing and not config.compile:
         feed_forward += 3 * width + 3 * inner  # each operation keeps what it was given
