@@ -355,11 +355,22 @@ class LTGBert(PretrainingModel):
         target at all (N = 0) the result still depends on every parameter, with gradient zero.
         """
         hidden, states = self._encode(input_ids, document_ids, causal, dropout, sizes)
+        if self.config.predict_masked_from == "own":
+            hidden = _own_states(hidden, causal)
         if target_positions is not None:
             hidden = hidden.flatten(0, 1).index_select(0, target_positions)
             if states is not None:
                 states = states._replace(tokens=states.tokens.flatten().index_select(0, target_positions))
         return self.predict(hidden, states)
+
+
+def _own_states(hidden: Tensor, causal: bool | Tensor) -> Tensor:
+    """Hidden states [B, T, D] of which position i predicts the token at i + 1: in rows without causal attention that
+    token's own, where it is an input."""
+    following = torch.cat([hidden[:, 1:], hidden[:, -1:]], dim=1)
+    if isinstance(causal, bool):
+        return hidden if causal else following
+    return torch.where(causal.to(hidden.device)[:, None, None], hidden, following)
 
 
 def _accept_published_keys(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:

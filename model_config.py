@@ -38,6 +38,8 @@ class ModelConfig:
     sliding_window, half of its local_attention; what Mistral's or Qwen's configurations call sliding_window is w + 1.
     Their base is local_rope_theta (0: rope_theta), and rope_scaling (ops/rope_scaling.py) is not for them, since
     their distances never grow.
+    predict_masked_from: the state that predicts a token under bidirectional attention, "previous" (GPT-BERT, as under
+    causal attention) or its "own" (BERT; a row's last target, which is no input, has none and takes the one before).
     model_type: a key of MODEL_CLASSES.
     """
 
@@ -57,6 +59,7 @@ class ModelConfig:
     sliding_window: int = 0
     global_attn_every_n_layers: int = 1
     local_rope_theta: float = 0.0
+    predict_masked_from: str = "previous"
     model_type: str = "gpt-bert"
 
     def __post_init__(self) -> None:
@@ -89,6 +92,8 @@ class ModelConfig:
                 f"max_position_embeddings is {self.max_position_embeddings}; with position_bucket_size "
                 f"{self.position_bucket_size} it must be at least {self.position_bucket_size // 2 + 2}"
             )
+        if self.predict_masked_from not in ("previous", "own"):
+            raise ModelConfigError(f'predict_masked_from is "{self.predict_masked_from}"; choose "previous" or "own"')
         if self.model_type not in MODEL_CLASSES:
             choices = " or ".join(f'"{name}"' for name in MODEL_CLASSES)
             raise ModelConfigError(f'model_type is "{self.model_type}"; choose {choices}')

@@ -118,8 +118,8 @@ class LoadedModel:
         The logits at position i are those of the token at i + 1.
         """
         row = torch.tensor([ids], dtype=torch.int64, device=self.device)
-        hidden = self.model.encode(row, torch.zeros_like(row), causal)
-        return self.model.predict(hidden[0, positions]).to("cpu", torch.float64)
+        wanted = torch.tensor(positions, dtype=torch.int64, device=self.device)
+        return self.model(row, torch.zeros_like(row), causal, wanted).to("cpu", torch.float64)
 
     @torch.no_grad()  # not inference mode: training goes on with what the model caches here
     def decoder(self, padding: list[int]) -> CachedDecoder | UncachedDecoder:

@@ -32,6 +32,8 @@ class LanguageModel(Protocol):
 
     def predict(self, hidden: Tensor, /) -> Tensor: ...
 
+    def __call__(self, input_ids: Tensor, document_ids: Tensor, causal: bool, positions: Tensor, /) -> Tensor: ...
+
 
 class UncachedDecoder:
     """Reference of CachedDecoder: runs the model over all tokens so far at each call."""

@@ -41,8 +41,7 @@ class ScoringModel:
 
     def __call__(self, input_ids: Tensor, document_ids: Tensor, causal: bool, positions: Tensor) -> Tensor:
         """Logits [M, V] at flat positions [M] of rows [R, T]."""
-        hidden = self.loaded.model.encode(input_ids, document_ids, causal)
-        return self.loaded.model.predict(hidden.flatten(0, 1).index_select(0, positions))
+        return self.loaded.model(input_ids, document_ids, causal, positions)
 
 
 def add_scoring_flags(parser: Parser, document_end: bool | None, several: bool = False) -> None:

@@ -44,7 +44,9 @@ from training.checkpoint import Checkpoint, CheckpointError, locate, rows_begin_
 
 _SHIPPED = ("configuration_gpt_bert.py", "layers_gpt_bert.py", "modeling_gpt_bert.py")
 # Keys of ModelConfig that the shipped code does not know.
-_NOT_SHIPPED = ("rope_scaling", "sliding_window", "global_attn_every_n_layers", "local_rope_theta")
+_NOT_SHIPPED = (
+    "rope_scaling", "sliding_window", "global_attn_every_n_layers", "local_rope_theta", "predict_masked_from",
+)  # fmt: skip
 
 
 class ExportError(ValueError):

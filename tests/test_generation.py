@@ -51,6 +51,9 @@ class Script:
             logits[n, self.plan.get(position + 1, self.elsewhere)] = 5.0
         return logits
 
+    def __call__(self, input_ids, document_ids, causal, positions, /) -> torch.Tensor:
+        return self.predict(self.encode(input_ids, document_ids, causal)[0, positions])
+
 
 def continuation(loaded, prompt, max_new_tokens, sampling, generator):
     """The tokens that follow one prompt."""

@@ -76,6 +76,22 @@ def test_causal_flags_by_row_match_separate_calls(kind):
         torch.testing.assert_close(mixed[causal == flag], alone, rtol=1e-5, atol=1e-5)
 
 
+def test_hidden_tokens_may_be_predicted_from_their_own_states():
+    """As BERT does: in rows without causal attention, for what is an input; with and without target positions."""
+    model = make_model(("gpt-bert", "rope")).eval()
+    own = make_model(("gpt-bert", "rope"), predict_masked_from="own").eval()
+    input_ids, document_ids = make_inputs()
+    causal = torch.tensor([False, True, True, False])
+    plain, ours = (m(input_ids, document_ids, causal) for m in (model, own))
+    assert torch.equal(ours[causal], plain[causal])
+    assert torch.equal(ours[~causal, :-1], plain[~causal, 1:])
+    assert torch.equal(ours[~causal, -1], plain[~causal, -1])
+    assert torch.equal(own(input_ids, document_ids, False), own(input_ids, document_ids, torch.zeros_like(causal)))
+    positions = torch.tensor([3, 17, 20, 71])
+    assert torch.equal(own(input_ids, document_ids, causal, positions), ours.flatten(0, 1)[positions])
+    assert torch.equal(model.encode(input_ids, document_ids, causal), own.encode(input_ids, document_ids, causal))
+
+
 def test_padding_changes_nothing(kind):
     model = make_model(kind).eval()
     input_ids, document_ids = make_inputs()

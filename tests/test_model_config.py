@@ -53,6 +53,7 @@ def test_configuration_round_trip(tmp_path: Path):
         ({"layer_norm_eps": 0}, "layer_norm_eps is 0; it must be above 0"),
         ({"position_embedding": "sine"}, 'position_embedding is "sine"; choose "relative" or "rope"'),
         ({"position_embedding": "rope", "hidden_size": 30}, "heads of 15 features"),
+        ({"predict_masked_from": "next"}, 'predict_masked_from is "next"; choose "previous" or "own"'),
         ({"sliding_window": 8}, 'sliding_window is 8, which position_embedding "rope" alone knows'),
         (ROPE | {"sliding_window": 8}, "global_attn_every_n_layers 1, by which every layer is global"),
         (ROPE | {"local_rope_theta": 1e4}, "but sliding_window is 0, so that no layer has a window"),
