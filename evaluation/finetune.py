@@ -1,11 +1,13 @@
-"""Fine-tuning of a pretrained model on classification and regression tasks, in the manner of GLUE.
+"""Fine-tuning of a pretrained model: labels of texts and of words, SuperGLUE's forms, and sentence embeddings.
 
     python evaluation/finetune.py MODEL --tasks FOLDER --output glue.json
     python evaluation/finetune.py MODEL --train cola.train.jsonl --valid cola.valid.jsonl
 
 FOLDER holds NAME/train.jsonl and NAME/valid.jsonl, or NAME.train.jsonl and NAME.valid.jsonl, for each task: a JSON
-object a line, with `sentence` or `sentence1` and `sentence2` (or other fields that GLUE uses) and `label`. A file
-NAME/task.json (or NAME.task.json) may set "texts", "label", "kind", "metric", "labels" and "positive".
+object a line, with `sentence` or `sentence1` and `sentence2` (or other fields that GLUE and SuperGLUE use) and `label`;
+`tokens` and `tags` (or .conll files) for labels of words; `anchor`, `positive` and maybe `negative` for embeddings. A
+file NAME/task.json (or NAME.task.json) may set what cannot be seen from them; NAME/test.jsonl is what --predictions
+answers.
 
 Learning rate and number of epochs are chosen on a part of train that is held out for this; then the model is trained on
 all of train with each seed, and the validation file is used once for each, to report.
@@ -31,8 +33,10 @@ import torch
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
-from evaluation.finetune_data import Task, find_tasks, read_task
-from evaluation.finetune_metrics import measures
+from evaluation.finetune_data import read_task
+from evaluation.finetune_forms import Outputs, task_measures
+from evaluation.finetune_predictions import write_predictions
+from evaluation.finetune_task import CHOICES, EMBEDDINGS, TAGS, Task, find_tasks, sibling
 from evaluation.finetune_training import Finetuner, Settings
 from evaluation.generation import UsageError, add_model_flags, load, run
 from model import LTGBert
@@ -45,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser("Fine-tune a pretrained model on classification and regression tasks, in the manner of GLUE.")
+    parser = Parser(__doc__)
     add_model_flags(parser)
 
     def add(flag: str, default: Any, metavar: str, text: str, **more: Any) -> None:
@@ -55,7 +59,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="of --tasks only these (default: all)")
     parser.add_argument("--train", type=Path, metavar="FILE", help="one task: what to learn from, JSONL")
     parser.add_argument("--valid", type=Path, metavar="FILE", help="one task: what to report on, JSONL")
+    parser.add_argument("--test", type=Path, metavar="FILE", help="one task: what --predictions answers, JSONL")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write everything there, task by task")
+    parser.add_argument(
+        "--predictions", type=Path, metavar="FOLDER",
+        help="write the first seed's answers to each task's test file there, in the form of its test server",
+    )  # fmt: skip
     parser.add_argument(
         "--learning_rates", type=float, nargs="+", default=[3e-5, 1e-4, 3e-4], metavar="X",
         help="candidates for the peak learning rate of AdamW (default: 3e-5 1e-4 3e-4)",
@@ -67,6 +76,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--selection_seeds", 1, "N", "trainings per learning rate for the choice of settings (default: 1)")
     add("--seed", 0, "N", "first seed (default: 0)")
     add("--held_out", 0.1, "X", "fraction of train on which settings are chosen (default: 0.1)")
+    add("--patience", 0, "N", "while choosing, end after N epochs without a better score (default: 0, never)")
+    parser.add_argument(
+        "--class_weights", choices=("none", "balanced"), default="none",
+        help="balanced: each class has the same weight in the loss, however rare (default: none, or as task.json says)",
+    )  # fmt: skip
     add("--weight_decay", 0.01, "X", "of AdamW (default: 0.01)")
     add("--warmup_proportion", 0.06, "X", "fraction of the schedule with a rising learning rate (default: 0.06)")
     add("--max_gradient", 1.0, "X", "norm to which gradients are clipped (default: 1.0)")
@@ -91,6 +105,9 @@ def finetune(options: argparse.Namespace) -> None:
         raise UsageError(
             f"--output is {options.output}: it is a folder; give a file such as {options.output}/glue.json."
         )
+    for task in tasks if options.predictions else ():
+        if task.test is None:
+            say(f"{task.name}: has no test file, so --predictions leaves it out")
     loaded = load(options.model, options.ema, options.device)
     encoder = loaded.model
     assert isinstance(encoder, LTGBert)
@@ -106,7 +123,7 @@ def finetune(options: argparse.Namespace) -> None:
         "tasks": {},
     }
     for task in tasks:
-        report["tasks"][task.name] = run_task(finetuner, task)
+        report["tasks"][task.name] = run_task(finetuner, task, options.predictions)
         report["average"] = statistics.fmean(found["score"] for found in report["tasks"].values())
         if options.output:
             save(options.output, report)
@@ -118,6 +135,8 @@ def make_settings(options: argparse.Namespace) -> Settings:
     for flag in ("epochs", "batch_size", "num_seeds", "selection_seeds"):
         if getattr(options, flag) < 1:
             raise UsageError(f"--{flag} is {getattr(options, flag)}: give 1 or more.")
+    if options.patience < 0:
+        raise UsageError(f"--patience is {options.patience}: give a number of epochs, or 0 to never end early.")
     if not 0 <= options.seed < 2**31:
         raise UsageError(f"--seed is {options.seed}: give a number from 0 to {2**31 - 1}.")
     if options.max_length < 8:
@@ -136,7 +155,7 @@ def make_settings(options: argparse.Namespace) -> Settings:
     return Settings(
         tuple(dict.fromkeys(options.learning_rates)), options.epochs, options.batch_size, options.max_length,
         options.num_seeds, options.selection_seeds, options.seed, options.held_out, options.weight_decay,
-        options.warmup_proportion, options.max_gradient, options.mixed_precision,
+        options.warmup_proportion, options.max_gradient, options.mixed_precision, options.patience,
     )  # fmt: skip
 
 
@@ -147,29 +166,34 @@ def read_tasks(options: argparse.Namespace) -> list[Task]:
     if options.tasks is None:
         if options.train is None or options.valid is None:
             raise UsageError("one of --train and --valid is missing: give both.")
-        name = options.train.parent.resolve().name if options.train.name == "train.jsonl" else options.train.stem
-        return [read_task(name.removesuffix(".train"), options.train, options.valid, task_settings(options.train))]
-    found = find_tasks(options.tasks)
-    known = [name for name, *_ in found]
-    for name in options.only:
-        if name not in known:
-            raise UsageError(f"--only names {name}: the tasks in {options.tasks} are {', '.join(known)}.")
-    return [read_task(*files) for files in found if not options.only or files[0] in options.only]
+        name = options.train.parent.resolve().name if options.train.stem == "train" else options.train.stem
+        settings = sibling(options.train, "task", ".json")
+        test = options.test if options.predictions else None
+        tasks = [read_task(name.removesuffix(".train"), options.train, options.valid, settings, test)]
+    else:
+        found = find_tasks(options.tasks)
+        known = [name for name, *_ in found]
+        for name in options.only:
+            if name not in known:
+                raise UsageError(f"--only names {name}: the tasks in {options.tasks} are {', '.join(known)}.")
+        tasks = []
+        for name, train, valid in found:
+            if not options.only or name in options.only:
+                test = sibling(train, "test") if options.predictions and sibling(train, "test").is_file() else None
+                tasks.append(read_task(name, train, valid, sibling(train, "task", ".json"), test))
+    return [task.balanced() for task in tasks] if options.class_weights == "balanced" else tasks
 
 
-def task_settings(train: Path) -> Path:
-    """Where the settings of a task are, which may not be there: beside train.jsonl or NAME.train.jsonl."""
-    return train.with_name(
-        train.name.replace("train.jsonl", "task.json") if "train.jsonl" in train.name else "task.json"
-    )
+def run_task(finetuner: Finetuner, task: Task, predictions: Path | None = None) -> dict[str, Any]:
+    """Choose settings on train, train with each seed, and measure the validation file. Reports on standard error.
 
-
-def run_task(finetuner: Finetuner, task: Task) -> dict[str, Any]:
-    """Choose settings on train, train with each seed, and measure the validation file. Reports on standard error."""
+    predictions: the folder that gets the first seed's answers to the test file.
+    """
     settings, started = finetuner.settings, time.monotonic()
-    train, valid = (finetuner.encode(part) for part in (task.train, task.valid))
+    train, valid = (finetuner.encode(part, task) for part in (task.train, task.valid))
     if train.cut or valid.cut:
-        say(f"{task.name}: {train.cut} + {valid.cut} examples are longer than {settings.max_length} tokens and are cut")
+        how = "are read in parts" if task.form == TAGS else "are cut"
+        say(f"{task.name}: {train.cut} + {valid.cut} rows are longer than {settings.max_length} tokens and {how}")
     choice = finetuner.choose(task, say)
     seeds, found = list(range(settings.seed, settings.seed + settings.num_seeds)), []
     for seed in seeds:
@@ -180,6 +204,10 @@ def run_task(finetuner: Finetuner, task: Task) -> dict[str, Any]:
                 "which was best on the held-out part; leave it out of --learning_rates."
             )
         found.append(last[0])
+        if predictions and task.test is not None and seed == settings.seed:
+            test = finetuner.encode(task.test, task)
+            files = write_predictions(predictions, task, finetuner.predict(finetuner.model, test), test)
+            say(f"{task.name}: {', '.join(map(str, files))}")
         say(f"{task.name}: seed {seed}: {task.metric} {100 * last[0][task.metric]:.1f} on the validation file")
     columns = {name: [one[name] for one in found] for name in found[0]}
     return {
@@ -188,7 +216,8 @@ def run_task(finetuner: Finetuner, task: Task) -> dict[str, Any]:
         "measures": {
             name: {"mean": statistics.fmean(v), "deviation": deviation(v), "values": v} for name, v in columns.items()
         },
-        "simplest": simplest(task),
+        "form": task.form,
+        "simplest": simplest(finetuner, task),
         "seeds": seeds,
         "learning_rate": choice.learning_rate,
         "epochs": choice.epochs,
@@ -202,13 +231,23 @@ def run_task(finetuner: Finetuner, task: Task) -> dict[str, Any]:
     }
 
 
-def simplest(task: Task) -> float:
-    """The task's measure of an answer that is always the most frequent label of train (regression: a constant, 0)."""
+def simplest(finetuner: Finetuner, task: Task) -> float | None:
+    """The task's measure of an answer that is always the most frequent label of train (regression: a constant, 0).
+
+    None for embeddings, of which there is no such answer.
+    """
+    if task.form == EMBEDDINGS:
+        return None
     if not task.classes:
         return 0.0
-    outputs = np.zeros((len(task.valid), len(task.classes)))
-    outputs[:, np.bincount(task.train.labels).argmax()] = 1
-    return measures(outputs, task.valid.labels, len(task.classes), task.positive)[task.metric]
+    flat = np.concatenate(list(task.train.labels)) if task.form == TAGS else task.train.labels
+    always = np.eye(len(task.classes))[np.bincount(flat).argmax()]
+    valid = finetuner.encode(task.valid, task)
+    if task.form == CHOICES:
+        outputs: Outputs = [always[:, None]] * len(valid)
+    else:
+        outputs = [np.tile(always, (len(row), 1)) if task.form == TAGS else always for row in valid.rows]
+    return task_measures(task, outputs, valid, task.valid)[task.metric]
 
 
 def deviation(values: list[float]) -> float | None:
@@ -237,7 +276,7 @@ def table(report: dict[str, Any]) -> str:
         also = [f"{k} {100 * v['mean']:.1f}" for k, v in found["measures"].items() if k != found["metric"]]
         rows.append([
             name, f"{found['train_examples']:,}", f"{found['valid_examples']:,}", found["metric"],
-            f"{100 * found['simplest']:.1f}", f"{100 * main_measure['mean']:.1f}",
+            "-" if found["simplest"] is None else f"{100 * found['simplest']:.1f}", f"{100 * main_measure['mean']:.1f}",
             "-" if main_measure["deviation"] is None else f"{100 * main_measure['deviation']:.1f}",
             ", ".join(also), f"{found['learning_rate']:g}", str(found["epochs"]),
             f"{100 * found['held_out_score']:.1f}",

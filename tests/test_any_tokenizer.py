@@ -16,8 +16,8 @@ from data.objectives import CAUSAL
 from data.shards import tokenizer_hash
 from data.special_tokens import plain, read_special_tokens
 from evaluation import fill_mask, generate, generation, minimal_pairs, perplexity
-from evaluation.finetune_data import Examples
-from evaluation.finetune_training import encode
+from evaluation.finetune_forms import encode
+from evaluation.finetune_task import Examples
 from export.from_huggingface import convert
 from export.hf_format import adapt_tokenizer, restore_tokenizer
 from export.load_model import load_model, load_special_tokens
