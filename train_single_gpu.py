@@ -23,7 +23,8 @@ from training.inputs import Inputs, choose_split, read_inputs
 from training.metric_logger import MetricLogger, open_logger
 from training.plugins import Plugins
 from training.rank_checks import check_same_run
-from training.resume import Saver, open_run, save, save_and_stop
+from training.resume import open_run
+from training.saves import Saver, save, save_and_stop
 from training.sinks import check_sinks, leave
 from training.state import TrainState
 from training.status import StatusFile
@@ -78,7 +79,7 @@ def main(
         if start.folder is not None:
             log = open_logger(start.folder, inputs, world, state.step, status, conditions.signalled, plugins)
             end.opens(log, status)
-            saver = Saver(start.folder, inputs, log, conditions, status)
+            saver = end.saver = end.closes(Saver(start.folder, inputs, log, conditions, status, state))
         if config.compile and state.step < config.max_steps:
             log.say(warm_up(state, inputs.builder, split, config.local_batch_size))
         loader = end.closes(inputs.loader(world, split, state.step))
@@ -108,19 +109,18 @@ def run_steps(
     owed: evaluations of the step that it resumes from.
     """
     config, plan, world = inputs.config, inputs.plan, state.world
-    saved = state.step  # what it began with is in a checkpoint already, or follows from the seed
     if not evaluations.measure(owed, state, log):  # which a stop has ended in the run's last start
-        return save_and_stop(state, saver, saved, conditions)
+        return save_and_stop(state, saver, conditions)
     metrics = AsyncStepMetrics(world, inputs.model_config)
     while state.step < config.max_steps:
         batch = loader.peek(_DATA_SECONDS)  # this rank's rows of global batch `state.step`; None while not ready
         if loader.late > 60 * config.collective_timeout:
             raise HardwareError(f"no rows came from {config.train_path} for {loader.late:.0f} s; do its disks answer?")
-        wants_stop = conditions.requested(log.problem) is not None
+        wants_stop = conditions.requested(log.problem or (saver and saver.problem)) is not None
         targets, stopping, ready = agree(world, batch, wants_stop, state.step)
         if stopping:
             log.log_steps(metrics.flush(), last=True)  # raises before a bad state could be saved
-            return save_and_stop(state, saver, saved, conditions)
+            return save_and_stop(state, saver, conditions)
         if batch is None or not ready:  # an epoch's index takes its time: a stop is heard nevertheless, by all ranks
             continue
 
@@ -136,9 +136,9 @@ def run_steps(
         log.log_steps(metrics.flush(), last=bool(evaluates))
         world.progress.in_step = False  # until the next agreement, before which rank 0 may have more to do
         if not evaluations.measure(evaluates, state, log):  # ended by a stop request; the resume measures them first
-            return save_and_stop(state, saver, saved, conditions)
-        if saves and save(state, saver, last=state.step == config.max_steps):
-            saved = state.step
+            return save_and_stop(state, saver, conditions)
+        if saves:
+            save(state, saver, last=state.step == config.max_steps)
         metrics.restart_clock()
     return None
 

@@ -21,8 +21,8 @@ from data.masking import IGNORE_INDEX
 from data.objectives import MASKED
 from evaluation.generation import UsageError
 from evaluation.scoring import ScoringModel
+from evaluation.validation import evaluation_mode
 from training.loss import score_targets
-from training.validation import evaluation_mode
 
 
 class Bound(NamedTuple):

@@ -10,13 +10,13 @@ from typing import Any
 
 from evaluation.pair_accuracy import MODES, PairAccuracy
 from evaluation.samples import sample_texts
+from evaluation.validation import validation_line, validation_metrics
 from training.inputs import Inputs
 from training.metric_logger import MetricLogger
 from training.plugins import Plugins, evaluation_line
 from training.schedules import due
 from training.state import TrainState
 from training.stopping import Abandoned, until_stop
-from training.validation import validation_line, validation_metrics
 
 STEP, VALIDATION, PLUGINS, PAIRS = "step", "validation", "plugins", "minimal pairs"  # kinds of lines in metrics.jsonl
 _PREFIXES = {STEP: ("train/loss",), VALIDATION: ("valid/",), PAIRS: tuple(f"eval/{mode}/" for mode in MODES)}

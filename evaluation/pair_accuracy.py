@@ -30,11 +30,11 @@ from evaluation.token_log_probs import (
     sentence_sums,
     token_scores,
 )
+from evaluation.validation import evaluation_mode
 from training.config import ConfigError, TrainingConfig
 from training.distributed import World
 from training.inputs import Inputs
 from training.state import TrainState
-from training.validation import evaluation_mode
 
 MODES = ("masked", "causal", "fused")
 PHENOMENON = "linguistics_term"  # BLiMP's name for it

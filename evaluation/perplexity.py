@@ -55,8 +55,8 @@ from evaluation.scoring import (
     score_texts,
 )
 from evaluation.token_log_probs import SpecialIds, TokenizedSentences
+from evaluation.validation import validate
 from training.checkpoint import rows_begin_with_bos, training_flags
-from training.validation import validate
 
 _LARGEST_EXPONENT = 700.0
 _DECODED_AT_ONCE = 256

@@ -36,12 +36,12 @@ from data.shards import ShardError
 from data.special_tokens import special_tokens
 from evaluation.fill_mask import MASK, check_text, mask_row, predict_gaps
 from evaluation.generation import LoadedModel, Sampling, UsageError, generate, load, run
+from evaluation.validation import evaluation_mode
 from training.checkpoint import locate, training_flags
 from training.config import TrainingConfig
 from training.state import TrainState
 from training.status import SAMPLES
 from training.stopping import Abandoned
-from training.validation import evaluation_mode
 
 _PROMPT, _NEW, _CLOZE = 16, 40, 40  # tokens: of a prompt, of its continuation, of a text with gaps
 _CANDIDATES = 5

@@ -357,7 +357,7 @@ def test_full_disk_by_error_code(tmp_path, monkeypatch):
     def no_space(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("safetensors.torch.save_file", no_space)
+    monkeypatch.setattr(os, "pwrite", no_space)
     with pytest.raises(CheckpointError, match=r"step_00000002 could not be written: the disk is full"):
         write_checkpoint(parent, 2, **arguments)
     assert [path.name for path in parent.iterdir()] == ["step_00000001"]
@@ -384,7 +384,7 @@ def test_full_disk_for_real(inputs, tmp_path):
         assert "the disk is full" in done.stderr
         assert "step_00000005 is intact" in done.stderr
         assert locate(small / "run").step == 5
-        assert training_lines(small / "run")[-1]["step"] == 10
+        assert training_lines(small / "run")[-1]["step"] >= 10  # it hears of a failed save a little later
         assert not list((small / "run" / "checkpoints").glob(".tmp*"))
     finally:
         subprocess.run(["umount", str(small)], check=True)

@@ -104,9 +104,9 @@ def test_perplexity_equals_validation_during_training(folder, row_start):
     from data.corpus import Corpus
     from data.loader import ValidationSet
     from data.masking import MaskingOptions
+    from evaluation.validation import validate
     from training.distributed import World
     from training.environment import Environment
-    from training.validation import validate
 
     shard = folder / "valid" / "part_0.shard"
     model = random_model(folder)

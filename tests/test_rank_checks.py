@@ -31,8 +31,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
     (folder / "model.json").write_text(json.dumps({**model, "hidden_dropout_prob": 0.2}))
     shutil.copytree(inputs / "train", folder / "copy")
 
-    def run(name: str, *rank_1: str, fault: str = "", every: int = 0, **variables: str) -> Run:
-        options = {**SHORT, "check_ranks_every": every}
+    def run(name: str, *rank_1: str, fault: str = "", every: int = 0, saves: int = 3, **variables: str) -> Run:
+        options = {**SHORT, "check_ranks_every": every, "max_failed_saves": saves}
         return Run(flags(inputs, folder / "runs", name, **options), rank_1, variables, fault)
 
     runs = {
@@ -45,6 +45,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
         "bad_norm": run("bad_norm", fault="bad_norm"),
         "between saves": run("weight", fault="flipped_weight", every=3),
         "before a save": run("average", fault="flipped_average"),
+        "lost disk": run("disk", fault="lost_disk", saves=1),
         # Places of its own, and what only names them.
         "places": run(
             "places", f"--train_path={folder / 'copy'}/*.shard", "--output_dir=/nowhere", HYBRID_KERNEL_CACHE="/tmp"
@@ -82,6 +83,13 @@ def test_bad_norm_on_one_rank_ends_all(outcomes: dict[str, list[Outcome]]):
     main, other = outcomes["bad_norm"]
     assert "step 6: all losses are finite but the gradient norm is inf on rank 1 alone" in main.text
     assert "step_00000004" in main.text
+    assert "timed out" not in main.text + other.text
+    assert (main.code, other.code) == (HARDWARE.code, 1)
+
+
+def test_save_that_fails_in_the_background_ends_all_ranks(outcomes: dict[str, list[Outcome]]):
+    main, other = outcomes["lost disk"]
+    assert "step_00000004 could not be written: Stale file handle" in main.text
     assert "timed out" not in main.text + other.text
     assert (main.code, other.code) == (HARDWARE.code, 1)
 

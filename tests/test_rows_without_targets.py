@@ -16,6 +16,7 @@ from data.objectives import MASKED
 from data.plan import DataPlan
 from data.shards import write_shard
 from evaluation import perplexity
+from evaluation.validation import validate
 from model import ModelConfig
 from model_extra import GPTBert
 from train_single_gpu import main
@@ -23,7 +24,6 @@ from training.checkpoint import write_checkpoint
 from training.distributed import World, single_world
 from training.environment import Environment
 from training.loss import COUNT, hybrid_loss
-from training.validation import validate
 
 ROWS = 8  # of a validation batch
 OPTIONS = MaskingOptions(vocab_size=300)

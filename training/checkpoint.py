@@ -2,34 +2,45 @@
 
 A checkpoint is a folder `checkpoints/step_00001000/` of safetensors files, the model's configuration and tokenizer, and
 `checkpoint.json` with the size and SHA-256 of every other file. It is written under a temporary name, flushed to disk
-and renamed, so a folder with the final name is whole; what was damaged later is noticed by its checksum.
+and renamed, so a folder with the final name is whole; what was damaged later is noticed by its checksum. Large files
+are written and summed up in parts, on several threads: their checksum is that of their parts' checksums.
+
+torch.distributed.checkpoint is not used: its metadata is a pickle, which is code that a load runs, it has no checksums,
+and its folder is not put in place at once; other programs could not read the weights as they are here.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from data.atomic_io import sync_folder, take_folder_mode, write_atomically
-from data.shards import sha256_file
+from data.atomic_io import sync_folder, write_atomically
 from training.config import ConfigError, later_flag
 from training.errors import HARDWARE, UserError
 from training.status import ABANDONED, checkpoint_folders, folder_name, list_checkpoints, step_of
 
-FORMAT = 1
+FORMAT = 2  # 1 had checksums of whole files alone
 RECORD = "checkpoint.json"
-_THREADS = 4  # that flush and sum up files: Python's lock is free meanwhile
+_THREADS = 8  # that write, read and sum up parts of files: Python's lock is free meanwhile
+_PART_BYTES = 2**24
+# Names of types in safetensors files
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 class CheckpointError(UserError):
@@ -66,43 +77,98 @@ def checkpoint_bytes(parameters: int) -> int:
     return 16 * parameters
 
 
-def _no_space(error: BaseException) -> bool:
-    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
+class FileImage:
+    """A safetensors file in memory, byte for byte (its format: https://github.com/huggingface/safetensors)."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Lays out a file for tensors like these. Raises SaveError for a type that such files do not know."""
+        header, end, bounds = {}, 0, {}
+        for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):  # so all are aligned
+            tensor = tensors[name]
+            if tensor.dtype not in _DTYPES:
+                raise SaveError(f"a checkpoint cannot hold {name}, which is of type {tensor.dtype}")
+            bounds[name] = (end, end := end + tensor.numel() * tensor.element_size())
+            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": bounds[name]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._header = len(text).to_bytes(8, "little") + text
+        self._bounds = bounds
+        self.bytes = len(self._header) + end
+        self._content: torch.Tensor | None = None
+
+    def fill(self, tensors: Mapping[str, torch.Tensor], room: torch.Tensor | None = None) -> FileImage:
+        """Copy the tensors into it; copies from a device are only begun where `room` is page-locked.
+
+        room: uint8 [bytes] on the host, aligned to 8 bytes; by default newly made.
+        """
+        self._content = content = torch.empty(self.bytes, dtype=torch.uint8) if room is None else room
+        data = content[len(self._header) :]
+        content.numpy().data[: len(self._header)] = self._header
+        for name, (begin, end) in self._bounds.items():
+            tensor = tensors[name].detach()
+            data[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=room is not None)
+        return self
+
+    def write(self, path: Path, pool: Executor) -> dict[str, Any]:
+        """Write the file; returns what checkpoint.json says of it. Raises OSError."""
+        assert self._content is not None
+        data = self._content.numpy().data
+        with path.open("wb") as file:
+
+            def write_part(begin: int) -> bytes:
+                part, place = data[begin : begin + _PART_BYTES], begin
+                while place < begin + len(part):
+                    place += os.pwrite(file.fileno(), part[place - begin :], place)
+                return hashlib.sha256(part).digest()
+
+            parts = [pool.submit(write_part, begin) for begin in range(0, self.bytes, _PART_BYTES)]
+            wait(parts)  # for all of them, whatever one of them meets: the file must stay open for the others
+            return _entry(self.bytes, [part.result() for part in parts])
+
+
+def _entry(size: int, digests: list[bytes]) -> dict[str, Any]:
+    """What checkpoint.json says of a file: its bytes and its checksum, or the checksum of its parts' checksums."""
+    if len(digests) == 1:
+        return {"bytes": size, "sha256": digests[0].hex()}
+    joined = hashlib.sha256(b"".join(digests)).hexdigest()
+    return {"bytes": size, "sha256": joined, "part_bytes": _PART_BYTES}
 
 
 def write_checkpoint(
     parent: Path,
     step: int,
-    tensors: Mapping[str, Mapping[str, torch.Tensor]],
+    tensors: Mapping[str, Mapping[str, torch.Tensor] | FileImage],
     record: Mapping[str, Any],
     files: Mapping[str, bytes],
     name: str = "",
 ) -> Path:
     """Write `parent/step_XXXXXXXX`, or `parent/NAME`, and return it; an older folder there is replaced at the end.
 
-    tensors: for each safetensors file its named tensors. record: further entries of checkpoint.json. files: small files
-    by name. Raises SaveError where the disk is full or not writable; nothing that existed before is touched then.
+    tensors: for each safetensors file its named tensors, of which a copy is made file by file, or its filled image.
+    record: further entries of checkpoint.json. files: small files by name. Raises SaveError where the disk is full or
+    not writable; nothing that existed before is touched then.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     target = parent / (name or folder_name(step))
     temporary = parent / f".tmp_{target.name}"
     try:
         parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        with ThreadPoolExecutor(_THREADS) as pool:  # one file is flushed and summed up while the next is written
-            sealed: dict[str, Future[dict[str, Any]]] = {}
-            for name in sorted(tensors, key=lambda name: -sum(value.numel() for value in tensors[name].values())):
-                on_host = {key: value.detach().to("cpu").contiguous() for key, value in tensors[name].items()}
+        with ThreadPoolExecutor(_THREADS) as pool:  # one file is flushed while the next is written
+            flushed: list[Future[None]] = []
+            listing: dict[str, dict[str, Any]] = {}
+            for name, of in tensors.items():
                 path = temporary / f"{name}.safetensors"
-                save_file(on_host, path)
-                sealed[path.name] = pool.submit(_seal, path)
+                image = of if isinstance(of, FileImage) else FileImage(of).fill(of)
+                listing[path.name] = image.write(path, pool)
+                flushed.append(pool.submit(_flush, path))
             for name, data in files.items():
                 (temporary / name).write_bytes(data)
-                sealed[name] = pool.submit(_seal, temporary / name)
-            listing = {name: sealed[name].result() for name in sorted(sealed)}
+                listing[name] = _entry(len(data), [hashlib.sha256(data).digest()])
+                flushed.append(pool.submit(_flush, temporary / name))
+            for done in flushed:
+                done.result()
+        listing = {name: listing[name] for name in sorted(listing)}
         content = {"format": FORMAT, "step": step, **record, "files": listing}
         write_atomically(temporary / RECORD, json.dumps(content, indent=1).encode())
         old = parent / f".old_{target.name}"
@@ -113,9 +179,10 @@ def write_checkpoint(
         os.rename(temporary, target)
         sync_folder(parent)
         shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        reason = "the disk is full" if _no_space(error) else getattr(error, "strerror", None) or str(error)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "the disk is full" if full else error.strerror or str(error)
         raise SaveError(f"checkpoint {target} could not be written: {reason}") from error
     return target
 
@@ -131,12 +198,38 @@ def give_name(checkpoint: Path, name: str) -> None:
     sync_folder(link.parent)
 
 
-def _seal(path: Path) -> dict[str, Any]:
-    """Flush a written file to disk; returns what checkpoint.json says of it."""
-    take_folder_mode(path)
+def _flush(path: Path) -> None:
+    """Have a written file on the disk."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+
+
+def _part_digest(part: tuple[Path, int, int]) -> bytes:
+    """SHA-256 of a file's bytes from, to. Raises OSError."""
+    path, place, end = part
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        file.seek(place)
+        while place < end and (block := file.read(min(2**20, end - place))):
+            digest.update(block)
+            place += len(block)
+    return digest.digest()
+
+
+def _damaged(path: Path, files: Mapping[str, Mapping[str, Any]]) -> str:
+    """The first file of a checkpoint that does not match its checksum, "" where all do."""
+    parts: list[tuple[Path, int, int]] = []
+    for name, entry in files.items():
+        size, step = entry["bytes"], entry.get("part_bytes", entry["bytes"]) or 1
+        parts += [(path / name, begin, min(size, begin + step)) for begin in range(0, max(1, size), step)]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        digests = list(zip(parts, pool.map(_part_digest, parts), strict=True))
+    for name, entry in files.items():
+        found = [digest for (file, *_), digest in digests if file.name == name]
+        whole = hashlib.sha256(b"".join(found)) if "part_bytes" in entry else None
+        if (whole.digest() if whole else found[0]).hex() != entry["sha256"]:
+            return name
+    return ""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -144,8 +237,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     try:
         record = json.loads((path / RECORD).read_text(encoding="utf-8"))
         files = record["files"]
-        if record["format"] != FORMAT:
-            raise CheckpointError(f"checkpoint {path} has format {record['format']}; this version reads {FORMAT}")
+        if not 1 <= record["format"] <= FORMAT:
+            raise CheckpointError(f"checkpoint {path} has format {record['format']}; this version reads 1 to {FORMAT}")
         int(record["step"])
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {path} has no {RECORD}: it is not a checkpoint, or incomplete") from None
@@ -161,10 +254,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise CheckpointError(
                 f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes instead of {entry['bytes']}"
             )
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for name, found in zip(files, pool.map(sha256_file, [path / name for name in files]), strict=True):
-            if found != files[name]["sha256"]:
-                raise CheckpointError(f"checkpoint {path} is damaged: {name} does not match its checksum")
+    if name := _damaged(path, files):
+        raise CheckpointError(f"checkpoint {path} is damaged: {name} does not match its checksum")
     return Checkpoint(path, record)
 
 

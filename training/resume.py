@@ -1,63 +1,45 @@
-"""Resume and save: the run folder, the checkpoint that a run starts from, if it fits, and those that it writes."""
+"""Resume: the run folder, and the checkpoint that a run starts from, if it fits."""
 
 from __future__ import annotations
 
-import json
 import os
-import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from data.atomic_io import write_atomically
 from data.objectives import added_objectives
 from model import ModelConfig
 from training.checkpoint import (
     Checkpoint,
     CheckpointError,
-    SaveError,
     clean,
     find_newest,
-    give_name,
     locate,
-    prune,
     set_aside,
-    write_checkpoint,
 )
 from training.config import FIELDS, LATER_FLAGS, ConfigError, TrainingConfig, differences
 from training.distributed import World, on_main
 from training.environment import Environment
-from training.errors import NonFiniteError
 from training.inputs import Inputs
-from training.metric_logger import MetricLogger, read_metrics
-from training.optimizers import named_state, takes_over
+from training.metric_logger import read_metrics
+from training.optimizers import takes_over
 from training.preemption import register_attempt
-from training.rank_checks import check_ranks
-from training.run_dir import RunFolder, RunView, origin, versions
+from training.run_dir import RunFolder, RunView, origin
 from training.schedules import OPEN_ENDED
-from training.state import TrainState
 from training.status import (
     ABANDONED,
     FINISHED,
-    RUNNING,
     Attempt,
-    StatusFile,
     checkpoint_folders,
     list_checkpoints,
     newest_step,
     read_status,
-    step_of,
 )
-from training.stopping import Stop, StopConditions, most_urgent
 
 _WITHOUT_WEIGHTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")  # of a model: a branch may change them
 
 
-_PAUSE_SECONDS = 1.0  # before a save is tried again: a file server may be on its way back
 _LOCK_SECONDS = 180.0  # for the processes of a job's last start to notice that there is a newer one
 
 
@@ -277,161 +259,3 @@ def _check_data(checkpoint: Checkpoint, inputs: Inputs) -> None:
             f"--valid_path {config.valid_path!r} is not the data that the run of {checkpoint.path} was validated on; "
             + remedy
         )
-
-
-# Saves
-
-
-def save(state: TrainState, saver: Saver | None, last: bool = False) -> bool:
-    """Write a checkpoint on rank 0, the `last` of this start or not; all ranks learn whether that worked.
-
-    Raises DivergenceError or NonFiniteError for a bad state, SaveError where a later save may not help either.
-    """
-    check_ranks(state, state.world)  # what differs must not take the place of a good checkpoint
-    check_finite(state)
-    return on_main(state.world, lambda: saver is not None and saver.save(state, last))
-
-
-def save_and_stop(state: TrainState, saver: Saver | None, saved: int, conditions: StopConditions) -> Stop:
-    """End a run that some rank wants to stop, by a checkpoint unless that of step `saved` is it; returns the reason."""
-    if saved != state.step:
-        save(state, saver, last=True)
-    return most_urgent(state.world.all_gather_objects(conditions.request, "stop requests"))
-
-
-def check_finite(state: TrainState) -> None:
-    """Refuse to save weights, averages or moments that are not finite: one norm for each, one look at the device.
-
-    Raises NonFiniteError, on all ranks alike where all hold the same bits (see rank_checks.py).
-    """
-    named = {f"{group}/{name}": value for group, tensors in _tensors(state).items() for name, value in tensors.items()}
-    named = {name: value.to(state.world.device) for name, value in named.items() if value.is_floating_point()}
-    finite = torch.isfinite(torch.stack(torch._foreach_norm(list(named.values())))).tolist()
-    if bad := [name for name, good in zip(named, finite, strict=True) if not good]:
-        raise NonFiniteError(f"step {state.step}, before its checkpoint: {bad[0]} is not finite")
-
-
-def _tensors(state: TrainState) -> dict[str, dict[str, torch.Tensor]]:
-    """All that a checkpoint holds of the state, by file."""
-    return {
-        "model": state.model.state_dict(),
-        "ema": state.ema.state_dict(),
-        "optimizer": named_state(state.optimizer, state.model),
-    }
-
-
-class Saver:
-    """Writes the checkpoints of a run, on rank 0. newest: the last one of the run."""
-
-    def __init__(
-        self, folder: RunFolder, inputs: Inputs, log: MetricLogger, conditions: StopConditions, status: StatusFile
-    ):
-        self._folder, self._inputs, self._log, self._say = folder, inputs, log, log.say
-        self._conditions, self._status = conditions, status
-        self._parents = checkpoint_folders(folder.path)
-        self.newest = next(iter(list_checkpoints(*self._parents)), None)
-        self._tries = [folder.checkpoints, folder.checkpoints]
-        if inputs.config.spare_checkpoint_dir:
-            self._tries.append(self._parents[-1])
-        self._failed = 0  # saves in a row
-        if self.newest is not None and not inputs.config.save_weights_only:  # it was written, and then the run killed
-            names = inputs.named_checkpoints.get(step_of(self.newest), ())
-            self._name(self.newest, [name for name in names if not (self.newest.parent / name).exists()])
-
-    def save(self, state: TrainState, last: bool) -> bool:
-        """Write the checkpoints of a step and note them; False without one that a resume can take, where a later one
-        may be written. Raises SaveError."""
-        inputs = self._inputs
-        names = inputs.named_checkpoints.get(state.step, ())
-        self._log.sync()  # no checkpoint is newer than the metrics on the disk
-        if inputs.config.save_weights_only:
-            for name in names:
-                self._write(state, last, name)
-        if not (last or inputs.saves_after(state.step)):
-            return False
-        path = self._write(state, last)
-        if path is None:
-            return False
-        if not inputs.config.save_weights_only:
-            self._name(path, names)
-        self._prune(state.step)
-        try:
-            ledger = json.dumps(inputs.ledger(state.step), indent=1)
-            write_atomically(self._folder.ledger, ledger.encode())
-            self._status.write(RUNNING, "", state.step)
-        except OSError as error:
-            self._say(f"note: status.json and ledger.json in {self._folder.path} cannot be written: {error.strerror}")
-        return True
-
-    def _write(self, state: TrainState, last: bool, name: str = "") -> Path | None:
-        """Write a checkpoint, or one of weights alone that has a name. None where it failed and a later one may not.
-
-        last: there will be no later one. Raises SaveError.
-        """
-        step, config, began, problems = state.step, self._inputs.config, time.monotonic(), []
-        tensors = {file: each for file, each in _tensors(state).items() if not name or file != "optimizer"}
-        for parent in self._tries:
-            try:
-                if parent == self._folder.checkpoints:
-                    self._folder.check()
-                path = write_checkpoint(parent, step, tensors, self._record(state), self._files(), name)
-            except SaveError as error:
-                problems.append(str(error))
-                if len(problems) == 1:
-                    time.sleep(_PAUSE_SECONDS)
-                continue
-            if problems:
-                self._say(f"note: {problems[0]}; tried again, {path} was written")
-            self._failed = 0
-            seconds = time.monotonic() - began
-            self._say(f"step {step:>6}  saved {path} in {seconds:.1f} s")
-            if not name:
-                self.newest = path
-                self._conditions.saved(seconds)
-            return path
-        self._failed += 1
-        failures, limit = "; ".join(dict.fromkeys(problems)), config.max_failed_saves
-        if not last and self._failed < limit:
-            row = f"{self._failed} of --max_failed_saves {limit} in a row"
-            self._say(f"note: {failures}; the run continues without this save ({row})")
-            return None
-        newest = next(iter(list_checkpoints(*self._parents)), None)
-        kept = f"; {newest} is intact" if newest else ""
-        raise SaveError(f"{failures}{kept}. Check space, rights, mounts or give --spare_checkpoint_dir, then resume")
-
-    def _name(self, path: Path, names: Sequence[str]) -> None:
-        """Give a checkpoint its names; a file system without links is no failed save."""
-        try:
-            for name in names:
-                give_name(path, name)
-                self._say(f"{name} is {path}")
-        except OSError as error:
-            self._say(f"note: {path} cannot have the names {', '.join(names)} ({error.strerror})")
-
-    def _record(self, state: TrainState) -> dict[str, Any]:
-        inputs, step = self._inputs, state.step
-        return {
-            "tokens": inputs.plan.tokens_before(step),
-            "ledger": inputs.ledger(step),
-            "hours": round(self._conditions.hours, 4),
-            "flags": inputs.config.to_dict(),
-            **({"starts": dict(state.starts)} if any(state.starts.values()) else {}),
-            "data": inputs.data_identity,
-            "held_out": inputs.held_out_identity,
-            "versions": versions(),
-            **({"objectives": added} if (added := added_objectives()) else {}),
-        }
-
-    def _files(self) -> dict[str, bytes]:
-        return {
-            "config.json": json.dumps(self._inputs.model_config.to_dict(), indent=1).encode(),
-            "tokenizer.json": self._inputs.tokenizer_text.encode(),
-        }
-
-    def _prune(self, step: int) -> None:
-        """Superfluous checkpoints go; one that cannot be deleted is no failed save."""
-        config = self._inputs.config
-        try:
-            prune(self._parents, step, config.keep_last, config.save_steps)
-        except OSError as error:
-            self._say(f"note: --keep_last {config.keep_last}: an old checkpoint could not be deleted: {error}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,10 @@ _INITIALISATION = 301  # purpose of the key that seeds the initial weights
 
 @dataclass
 class TrainState:
-    """All that training changes. `step` counts optimizer steps done."""
+    """All that training changes. `step` counts optimizer steps done.
+
+    before_update: called before weights change, which a save may still be copying.
+    """
 
     step: int
     world: World
@@ -42,6 +45,7 @@ class TrainState:
     forward_backward: ForwardBackward
     starts: Mapping[str, int]  # steps at which the optimizer's state and the schedule began: 0, where nothing was reset
     bit_sums: BitSums = field(default_factory=BitSums)
+    before_update: Callable[[], None] = lambda: None
 
     @property
     def parameters(self) -> int:

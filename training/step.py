@@ -79,6 +79,7 @@ def train_step(
     )  # fmt: skip
     set_rates(state.optimizer, rate, decay_factor(at, length, config.weight_decay, config.weight_decay_end))
     state.ema.decay = average_decay(done - begun, config.ema_decay, bool(config.ema_warmup))
+    state.before_update()
     grad_norm = state.optimizer_step()
     state.gradients.zero()
     state.step = done

@@ -242,6 +242,7 @@ class RunEnd:
         self.world: World | None = None
         self.log = MetricLogger()
         self.status: StatusFile | None = None  # on rank 0, once the run has begun to write
+        self.saver: _Closable | None = None  # on rank 0, too
         self.stop: Stop | None = None
         self.step = 0  # done when it ended
         self.stack = ExitStack()
@@ -317,6 +318,8 @@ class RunEnd:
             if not self.world.is_main:
                 error = OtherRankFailed()
             else:
+                if self.saver is not None:
+                    self.saver.close()  # a checkpoint of before that is still being written is good
                 newest = next(iter(list_checkpoints(*checkpoint_folders(self.config.run_folder))), None)
                 good = f"the last good checkpoint is {newest}" if newest else "no checkpoint was written yet"
                 error.args = (f"{error}. Nothing was saved since; {good}; {error.hint}",)

@@ -10,16 +10,16 @@ from helpers.tiny_runs import ROOT, command, environment
 
 _SECONDS = 180.0
 _SCRIPT = """
-import sys, time
+import sys, threading, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import train_single_gpu
 from training import checkpoint
 from training.distributed import single_world, start_world
 
-train_step, seal = train_single_gpu.train_step, checkpoint._seal
+train_step, flush = train_single_gpu.train_step, checkpoint._flush
 reached, released = Path({reached!r}), Path({released!r})
-inside_save, steps = {inside_save}, 0
+inside_save = {inside_save}
 
 def hold():
     reached.touch()
@@ -27,19 +27,20 @@ def hold():
         time.sleep(0.01)
 
 def step(state, *arguments):
-    global steps
     done = train_step(state, *arguments)
-    steps = state.step
-    if steps == {step} and not inside_save:
+    if state.step == {step} and not inside_save:
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":  # of a step before this one
+                thread.join()
         hold()
     return done
 
-def sealed(path):
-    if steps == {step} and inside_save:
+def flushed(path):
+    if path.parent.name == ".tmp_step_{step:08d}" and inside_save:
         hold()
-    return seal(path)
+    return flush(path)
 
-train_single_gpu.train_step, checkpoint._seal = step, sealed
+train_single_gpu.train_step, checkpoint._flush = step, flushed
 sys.exit(train_single_gpu.main(sys.argv[1:], {world}))
 """
 

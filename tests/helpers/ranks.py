@@ -6,6 +6,7 @@ Runs follow one another in the same processes: importing torch takes longer than
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import io
 import json
@@ -109,6 +110,17 @@ def bad_norm(rank: int) -> Iterator[None]:
         yield
 
 
+@fault
+def lost_disk(rank: int) -> Iterator[None]:
+    """No checkpoint can be written, which rank 0 finds out in the background."""
+
+    def flush(path: Path) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    with mock.patch("training.checkpoint._flush", flush), mock.patch("training.saves._PAUSE_SECONDS", 0.0):
+        yield
+
+
 def _flips(rank: int, choose: Callable) -> Iterator[None]:
     """A bit of a tensor that `choose` finds in the state flips on rank 1 after step 5."""
     import train_single_gpu
@@ -175,12 +187,12 @@ def _signals(rank: int, module: str, function: str, call: int) -> Iterator[None]
 
 @fault
 def signal_in_validation(rank: int) -> Iterator[None]:
-    yield from _signals(rank, "training.validation", "score_targets", 2)
+    yield from _signals(rank, "evaluation.validation", "score_targets", 2)
 
 
 @fault
 def signal_in_validation_of_average(rank: int) -> Iterator[None]:
-    yield from _signals(rank, "training.validation", "score_targets", 20)
+    yield from _signals(rank, "evaluation.validation", "score_targets", 20)
 
 
 @fault
