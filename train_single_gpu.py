@@ -117,10 +117,15 @@ def run_steps(
         if loader.late > 60 * config.collective_timeout:
             raise HardwareError(f"no rows came from {config.train_path} for {loader.late:.0f} s; do its disks answer?")
         wants_stop = conditions.requested(log.problem or (saver and saver.problem)) is not None
-        targets, stopping, ready = agree(world, batch, wants_stop, state.step)
+        wants_save = saver is not None and saver.due(state.step)
+        targets, stopping, saving, ready = agree(world, batch, wants_stop, state.step, wants_save)
         if stopping:
             log.log_steps(metrics.flush(), last=True)  # raises before a bad state could be saved
             return save_and_stop(state, saver, conditions)
+        if saving:  # --save_minutes are over
+            log.log_steps(metrics.flush(), last=True)
+            save(state, saver)
+            metrics.restart_clock()
         if batch is None or not ready:  # an epoch's index takes its time: a stop is heard nevertheless, by all ranks
             continue
 

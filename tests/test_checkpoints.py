@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,11 +27,9 @@ import training.saves
 from report.metrics import load_metrics
 from training import errors
 from training.checkpoint import (
-    CheckpointError,
     SaveError,
     find_newest,
     locate,
-    open_checkpoint,
     prune,
     set_aside,
     write_checkpoint,
@@ -226,6 +224,15 @@ def test_training_goes_on_while_a_checkpoint_is_written(inputs, whole, tmp_path,
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_a_save_is_due_after_so_many_minutes(inputs, whole, tmp_path, monkeypatch):
+    """At steps that the clock of rank 0 decides; nothing else changes."""
+    clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: 60.0 * len(training_lines(tmp_path / "run"))})
+    monkeypatch.setattr(training.saves, "time", clock)
+    assert train(inputs, tmp_path, save_every=8, save_minutes=3, keep_last=0) == 0
+    assert names(tmp_path / "run") == [f"step_{step:08d}" for step in (3, 6, 8, 11, 12)]
+    torch.testing.assert_close(locate(tmp_path / "run").tensors("model"), locate(whole).tensors("model"))
+
+
 def test_host_without_memory_for_a_copy_writes_while_training_waits(inputs, whole, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(training.saves, "memory_left", lambda: 0)
     assert train(inputs, tmp_path) == 0
@@ -233,28 +240,6 @@ def test_host_without_memory_for_a_copy_writes_while_training_waits(inputs, whol
     torch.testing.assert_close(
         locate(tmp_path / "run").tensors("optimizer"), locate(whole).tensors("optimizer"), rtol=0, atol=0
     )
-
-
-def test_files_are_written_and_summed_up_in_parts(tmp_path, monkeypatch):
-    """Tensors of any type, empty ones and single numbers, as the safetensors package reads them."""
-    monkeypatch.setattr(training.checkpoint, "_PART_BYTES", 1000)
-    kinds = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
-    tensors = {str(kind): (torch.randn(3, 7, 11) * 9).to(kind) for kind in kinds}
-    tensors |= {"empty": torch.zeros(0, 4), "number": torch.tensor(2.5, dtype=torch.float64), "t": torch.randn(5, 3).T}
-    place = write_checkpoint(tmp_path, 1, {"model": tensors}, {}, {"config.json": b"{}", "empty": b""})
-    read = open_checkpoint(place).tensors("model")
-    assert read.keys() == tensors.keys()
-    for name, value in tensors.items():
-        assert read[name].dtype == value.dtype
-        assert torch.equal(read[name], value)
-    entry = open_checkpoint(place).record["files"]["model.safetensors"]
-    content = bytearray((place / "model.safetensors").read_bytes())
-    digests = [hashlib.sha256(content[n : n + 1000]).digest() for n in range(0, len(content), 1000)]
-    assert entry["sha256"] == hashlib.sha256(b"".join(digests)).hexdigest()
-    content[-1] ^= 1
-    (place / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors does not match its checksum"):
-        open_checkpoint(place)
 
 
 # Disks that fail

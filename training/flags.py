@@ -331,6 +331,9 @@ class Flags:
         choices=("all", "masked", "causal", "fused"),
     )
     save_every: int = _flag(1000, "steps between checkpoints (0: only at the end)", "logs", at_least(0))
+    save_minutes: float = _flag(
+        0.0, "minutes after a save at which the next is due, whatever the step (0: never)", "logs", at_least(0)
+    )
     save_steps: tuple[int, ...] = _flag(
         (), "further steps at which to save and keep a checkpoint, e.g. 100,1000", "logs", STEPS, kind=int_list
     )

@@ -203,7 +203,7 @@ class Saver:
         self._snapshot = Snapshot(state.world.device, state.checkpoint_bytes)
         self._writer: threading.Thread | None = None
         self._error: Exception | None = None  # of the writer
-        self._began = 0.0  # the present save
+        self._began = time.monotonic()  # the present save, or the run
         self._noted = False
         if self.newest is not None and not inputs.config.save_weights_only:  # it was written, and then the run killed
             names = inputs.named_checkpoints.get(step_of(self.newest), ())
@@ -214,14 +214,20 @@ class Saver:
         """A sentence once a save has failed for good; the training loop then stops, and `finish` raises."""
         return None if self._error is None else str(self._error)
 
+    def due(self, step: int) -> bool:
+        """Whether --save_minutes have passed since the last save, and steps were done."""
+        minutes = self._inputs.config.save_minutes
+        return minutes > 0 and step != self._saved_step and time.monotonic() - self._began >= 60 * minutes
+
     def save(self, state: TrainState, tensors: Tensors, last: bool) -> None:
         """Begin to write the checkpoints of a step, after those of the step before; to the end for the last ones.
 
         Raises SaveError where a save has failed and a later one may not help either.
         """
+        inputs, step = self._inputs, state.step
+        regular = last or inputs.saves_after(step) or self.due(step)
         began = time.monotonic()
         self.finish()
-        inputs, step = self._inputs, state.step
         images = self._snapshot.take(tensors)
         state.before_update = self._snapshot.hold_updates
         if images is None and not self._noted:
@@ -238,7 +244,7 @@ class Saver:
                 self._log.sync()  # no checkpoint is newer than the metrics on the disk
                 for name in names if weights_only else ():
                     self._write(step, {file: files[file] for file in files if file != "optimizer"}, record, last, name)
-                if last or inputs.saves_after(step):
+                if regular:
                     self._write_regular(step, files, record, ledger, last, () if weights_only else names)
             except Exception as error:  # raised again by `finish`
                 self._error = error

@@ -34,19 +34,21 @@ from training.state import TrainState
 from training.summary import flops_per_token, peak_flops
 
 
-def agree(world: World, batch: StepBatch | None, wants_stop: bool, step: int) -> tuple[list[float], bool, bool]:
-    """What the targets of the global batch weigh together, by objective; whether any rank wants to stop; and whether
-    all have their rows.
+def agree(
+    world: World, batch: StepBatch | None, wants_stop: bool, step: int, wants_save: bool = False
+) -> tuple[list[float], bool, bool, bool]:
+    """What the targets of the global batch weigh together, by objective; whether any rank wants to stop; whether any
+    wants a checkpoint; and whether all have their rows.
 
     batch: this rank's rows of global batch `step`, None where they are not ready. Summed by the hosts, in whole units.
     A target weighs 1, so that these are numbers of targets, unless RowBatch.target_weights say otherwise.
     """
     world.progress.step = step + 1
     targets = [0] * len(OBJECTIVE_NAMES) if batch is None else batch.target_weights.tolist()
-    counts = torch.tensor([*targets, int(wants_stop), int(batch is None)])
-    *targets, stops, missing = world.all_reduce(counts, "target counts").tolist()
-    world.progress.in_step = stops == 0  # a save may take longer than a step
-    return [target / WEIGHT_UNITS for target in targets], stops > 0, missing == 0
+    counts = torch.tensor([*targets, int(wants_stop), int(wants_save), int(batch is None)])
+    *targets, stops, saves, missing = world.all_reduce(counts, "target counts").tolist()
+    world.progress.in_step = stops == saves == 0  # a save may take longer than a step
+    return [target / WEIGHT_UNITS for target in targets], stops > 0, saves > 0, missing == 0
 
 
 def train_step(
