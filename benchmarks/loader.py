@@ -14,6 +14,7 @@ rows cost in CPU time, and what rows cost whose tokens are not in memory.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -98,13 +99,14 @@ def bytes_from_disk() -> int:
 
 def measure_shards(corpus: Corpus, rows: int = 2048, length: int = 128, repeats: int = 5) -> dict[str, float]:
     """CPU time of an epoch's index and of a step's rows; time and bytes of cold rows."""
-    documents = sum(len(shard.offsets) - 1 for shard in corpus.shards)  # and all files are mapped
     stream, generator = TokenStream(corpus, 7), np.random.default_rng(1)
     start = time.process_time()
-    stream.read(0, 1)
+    stream._index(0)
     index = time.process_time() - start
     positions = generator.integers(0, corpus.tokens_before_epoch(1) - length - 1, (repeats + 1, rows))
     stream.read_rows(positions[0], length + 1)
+    for shard in corpus.shards:  # all files are mapped
+        shard.tokens[:1].sum()
     times = []
     for some in positions[1:]:
         start = time.process_time()
@@ -116,11 +118,18 @@ def measure_shards(corpus: Corpus, rows: int = 2048, length: int = 128, repeats:
     seconds, read = time.perf_counter() - start, bytes_from_disk() - read
     return {
         "shards": len(corpus.shards),
-        "index_ns_per_document": index / documents * 1e9,
+        "index_ns_per_document": index / corpus.num_documents * 1e9,
         "tokens_per_cpu_second": rows * length / sorted(times)[repeats // 2],
         "cold_ms_per_row": seconds / (rows // 8) * 1e3,
         "cold_kib_per_row": read / (rows // 8) / 1024,
     }
+
+
+def mix_of(folder: Path) -> Path:
+    """A mix file in which each shard is a source that an epoch uses 0.5 or 1.5 times."""
+    sources = [{"path": path.name, "repeat": 0.5 + n % 2} for n, path in enumerate(sorted(folder.glob("*.shard")))]
+    (folder / "mix.json").write_text(json.dumps({"sources": sources}))
+    return folder / "mix.json"
 
 
 def scale_shards(options: argparse.Namespace) -> list[dict[str, float]]:
@@ -129,7 +138,8 @@ def scale_shards(options: argparse.Namespace) -> list[dict[str, float]]:
     for number in options.shards:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             write_corpus(Path(folder), options.tokens, options.mean_length, -(-options.tokens // number))
-            corpus = Corpus(f"{folder}/*.shard", tokenizer_hash=None, bos_id=1, eos_id=2)
+            path = mix_of(Path(folder)) if options.mix else f"{folder}/*.shard"
+            corpus = Corpus(path, tokenizer_hash=None, bos_id=1, eos_id=2)
             results.append(found := measure_shards(corpus))
         print(
             f"{found['shards']:6} shards: index {found['index_ns_per_document']:6.0f} ns CPU a document, rows "
@@ -148,6 +158,7 @@ def main() -> int:
     parser.add_argument(
         "--shards", type=int, nargs="*", default=[], help="numbers of shards to compare (default: none)"
     )
+    parser.add_argument("--mix", action="store_true", help="with --shards: each shard is a source of a mix")
     parser.add_argument("--folder", default=None, help="where to write the corpus (default: a temporary folder)")
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()

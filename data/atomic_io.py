@@ -92,15 +92,13 @@ def json_objects(path: Path) -> list[dict[str, Any]]:
         return []
 
 
-def allow_open_files(number: int) -> bool:
-    """Let this process open `number` more files than it may now, as far as the hard limit goes.
-
-    Returns False where even that leaves no room for them and for some others.
-    """
+def allow_open_files(number: int) -> int:
+    """Let this process open `number` more files than it may now, as far as the hard limit goes; how many it may, half
+    of what that limit leaves beside some others if not all."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return True
+        return number
     most = soft + number if hard == resource.RLIM_INFINITY else hard
     with suppress(OSError, ValueError):  # a system with a limit of its own: the present one may do
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + number, most), hard))
-    return number + _OTHER_FILES <= most
+    return number if number + _OTHER_FILES <= most else max(1, (most - _OTHER_FILES) // 2)

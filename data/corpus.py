@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from data.atomic_io import allow_open_files
 from data.documents import Documents
 from data.epochs import Epochs, Stage
 from data.mix import CorpusError, MixStage, Source, plain_mix, read_mix
@@ -42,11 +41,6 @@ class Corpus(Documents):
             words.append(sum(s.words for s in found) if all(s.words for s in found if s.num_tokens) else 0)
             shards += found
         _refuse_twice(path, shards)
-        if not allow_open_files(len(shards)):  # a mapped file keeps a descriptor
-            raise CorpusError(
-                f"{path} has {len(shards):,} shards, more than the files that this process may open; raise that "
-                "limit (ulimit -Hn), or make fewer shards (tokenize_corpus.py --shard_size)"
-            )
         hashes = {shard.tokenizer_hash for shard in shards}
         if len(hashes) > 1:
             raise CorpusError(

@@ -9,7 +9,8 @@ Generators", OOPSLA 2014, figure 16); `fold` feeds it a Weyl sequence in the cou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,57 +65,109 @@ class Permutation:
     """A keyed pseudo-random permutation of 0 .. size-1, evaluated for any index without storing a table.
 
     A generalised Feistel network over Z_a x Z_b with a*b just above `size`, and cycle walking for the few values
-    beyond it (Black and Rogaway: "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, sections 4 and 5).
+    beyond it, at most about one in sqrt(size) (Black and Rogaway: "Ciphers with Arbitrary Finite Domains", CT-RSA
+    2002, sections 4 and 5).
     """
 
     _ROUNDS = 4  # each round mixes both halves once
+    _LARGEST_TABLE = 1 << 17  # beyond the processor's caches the hash itself is faster
 
     def __init__(self, key: int, size: int):
         if size < 1:
             raise ValueError(f"a permutation needs at least one element, got {size}")
         self.size = size
-        self._a = max(1, int(np.ceil(np.sqrt(size))))
-        self._b = -(-size // self._a)
-        self._keys = [fold(key, i) for i in range(2 * self._ROUNDS)]
+        self.a = max(1, int(np.ceil(np.sqrt(size))))
+        self.b = -(-size // self.a)
+        self.keys = [fold(key, i) for i in range(2 * self._ROUNDS)]
+        self._tables: list[np.ndarray] = []
 
-    def _round(self, key: int, value: np.ndarray, modulus: int) -> np.ndarray:
-        """A number below `modulus` for every value: the upper 32 bits of the hash, scaled by multiplication."""
-        return ((fold_numpy(key, value) >> np.uint64(32)) * np.uint64(modulus)) >> np.uint64(32)
+    def _added(self, number: int, half: np.ndarray) -> np.ndarray:
+        if self._tables:
+            return self._tables[number][half]
+        return _hashed(self.keys[number], half, self.b if number % 2 else self.a)
 
-    def _encrypt(self, index: np.ndarray) -> np.ndarray:
-        a, b = np.uint64(self._a), np.uint64(self._b)
-        right, left = np.divmod(index, a)  # left in Z_a, right in Z_b
-        for i in range(self._ROUNDS):
-            # Adding a function of the other half modulo a or b can be undone, whatever the function is.
-            left = left + self._round(self._keys[2 * i], right, self._a)
-            left = np.where(left >= a, left - a, left)
-            right = right + self._round(self._keys[2 * i + 1], left, self._b)
-            right = np.where(right >= b, right - b, right)
-        return right * a + left
+    def _prepare(self, count: int) -> None:
+        """Compute the rounds' functions for all halves, some square roots of the size, where `count` values ask."""
+        if not self._tables and 2 * self.b < count and self.b <= self._LARGEST_TABLE:
+            halves = [np.arange(self.a if number % 2 else self.b) for number in range(len(self.keys))]
+            self._tables = [self._added(number, half) for number, half in enumerate(halves)]
 
-    def _decrypt(self, image: np.ndarray) -> np.ndarray:
-        a, b = np.uint64(self._a), np.uint64(self._b)
-        right, left = np.divmod(image, a)
-        for i in reversed(range(self._ROUNDS)):
-            right = right + b - self._round(self._keys[2 * i + 1], left, self._b)
-            right = np.where(right >= b, right - b, right)
-            left = left + a - self._round(self._keys[2 * i], right, self._a)
-            left = np.where(left >= a, left - a, left)
-        return right * a + left
-
-    def _walk(self, step: Callable[[np.ndarray], np.ndarray], index: np.ndarray) -> np.ndarray:
-        """Cycle walking: `step` again where it leaves 0 .. size-1, as at most about one value in sqrt(size) does."""
-        out = step(np.asarray(index).astype(np.uint64))
+    def _walk(self, network: Callable[..., np.ndarray], index: np.ndarray) -> np.ndarray:
+        index = np.asarray(index, np.int64)
+        self._prepare(index.size)
+        out = network(index, self.a, self.b, self._added)
         outside = np.flatnonzero(out >= self.size)
         while outside.size:
-            out[outside] = step(out[outside])
+            out[outside] = network(out[outside], self.a, self.b, self._added)
             outside = outside[out[outside] >= self.size]
-        return out.astype(np.int64)
+        return out
 
     def __call__(self, index: np.ndarray) -> np.ndarray:
-        """Images of `index` (integers in 0 .. size-1, any shape [n]) as int64 [n]."""
-        return self._walk(self._encrypt, index)
+        """Images of `index` (integers in 0 .. size-1, [n]) as int64 [n]."""
+        return self._walk(_encrypt, index)
 
     def inverse(self, image: np.ndarray) -> np.ndarray:
-        """What has the images `image` (integers in 0 .. size-1, any shape [n]); int64 [n]."""
-        return self._walk(self._decrypt, image)
+        """What has the images `image` (integers in 0 .. size-1, [n]); int64 [n]."""
+        return self._walk(_decrypt, image)
+
+
+def permute_each(permutations: Sequence[Permutation], which: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """permutations[w](i) for all pairs of `which` and `index`, int64 [n] both, at once: int64 [n]."""
+    size, a, b = np.array([(one.size, one.a, one.b) for one in permutations]).T
+    keys = np.array([one.keys for one in permutations], np.uint64).T
+
+    def image(index: np.ndarray, which: np.ndarray) -> np.ndarray:
+        of_a, of_b = a[which], b[which]
+        return _encrypt(
+            index, of_a, of_b, lambda number, half: _hashed(keys[number][which], half, of_b if number % 2 else of_a)
+        )
+
+    out = image(index, which)
+    outside = np.flatnonzero(out >= size[which])
+    while outside.size:
+        out[outside] = image(out[outside], which[outside])
+        outside = outside[out[outside] >= size[which[outside]]]
+    return out
+
+
+def _hashed(key: int | np.ndarray, half: np.ndarray, modulus: int | np.ndarray) -> np.ndarray:
+    """A number below `modulus` for every value: the upper 32 bits of the hash, scaled by multiplication; int64."""
+    bits = fold_numpy(key, half) >> np.uint64(32)
+    return ((bits * np.asarray(modulus).astype(np.uint64)) >> np.uint64(32)).view(np.int64)
+
+
+def _encrypt(index: np.ndarray, a: Any, b: Any, added: Callable[[int, np.ndarray], np.ndarray]) -> np.ndarray:
+    """The network. Even numbers of `added` are functions from Z_b to Z_a, odd ones from Z_a to Z_b."""
+    right = index // a
+    left = index - right * a  # left in Z_a, right in Z_b
+    for number in range(0, 2 * Permutation._ROUNDS, 2):
+        # Adding a function of the other half modulo a or b can be undone, whatever the function is.
+        left += added(number, right)
+        _reduce(left, a)
+        right += added(number + 1, left)
+        _reduce(right, b)
+    right *= a
+    right += left
+    return right
+
+
+def _decrypt(image: np.ndarray, a: Any, b: Any, added: Callable[[int, np.ndarray], np.ndarray]) -> np.ndarray:
+    """What `_encrypt` undoes."""
+    right = image // a
+    left = image - right * a
+    for number in reversed(range(0, 2 * Permutation._ROUNDS, 2)):
+        right += b
+        right -= added(number + 1, left)
+        _reduce(right, b)
+        left += a
+        left -= added(number, right)
+        _reduce(left, a)
+    right *= a
+    right += left
+    return right
+
+
+def _reduce(values: np.ndarray, modulus: int | np.ndarray) -> None:
+    """Values below twice the modulus, int64, modulo it, in place: without sign, what is below it wraps around."""
+    unsigned = values.view(np.uint64)
+    np.minimum(unsigned, unsigned - np.asarray(modulus).astype(np.uint64), out=unsigned)

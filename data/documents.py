@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from threading import Event
 
 import numpy as np
 
+from data.atomic_io import allow_open_files
 from data.counter_rng import Permutation, fold
 from data.shards import Shard
 
 IndexMap = Callable[[np.ndarray], np.ndarray]
 BLOCK = 16  # documents per entry of an index of lengths: a row that is read looks at about so many
-_CHUNK = 1 << 18  # documents handled at once while an index is built
-_DROP_BYTES = 1 << 30  # release mapped pages after about so many bytes were mapped
+_CHUNK = 1 << 15  # documents handled at once while an index is built: they stay in the processor's cache
+_DROP_BYTES = 1 << 32  # release mapped pages after about so many bytes were mapped
 _FAULT_BYTES = 64 << 10  # that Linux maps around an access
+_MOST_MAPPED = 1 << 14  # shards, of two maps each; Linux allows a process 65,530 (vm.max_map_count)
+_FEW_PIECES = 4  # a shard: copied one by one
+_IN_MEMORY_SECONDS = 2e-4  # longer takes a piece that is read from a disk which the system does not count
 UNSCORED = np.int32(1 << 30)  # added to a token that its shard's marks take out of the targets
 OCCURRENCE_SHIFT = 46  # an origin is (times the document was used before) << 46 | position in the corpus
 _SAMPLE = -2  # purpose of the key that orders sampled sources
@@ -56,7 +63,9 @@ class Documents:
         self.num_documents = int(ends[-1])
         self.counts, self.first_documents = np.array(counts), ends[:-1]  # of each source
         self.walk = lru_cache(maxsize=None)(self._build_walk)
-        self._bytes_mapped = 0
+        self._bytes_mapped, self._in_memory = 0, False
+        self._most_open = min(allow_open_files(len(self.shards)), _MOST_MAPPED)  # a mapped file keeps a descriptor
+        self._opened: dict[int, None] = {}  # shards, the last used last, where not all may be open
 
     @cached_property
     def has_marks(self) -> bool:
@@ -66,34 +75,31 @@ class Documents:
     @cached_property
     def source_tokens(self) -> list[int]:
         """Tokens of each source, special ones included."""
-        ends = np.diff([self.tokens_before(int(first)) for first in (*self.first_documents, self.num_documents)])
-        return (ends + self.counts * self.specials_per_document).tolist()
+        of_shards = np.searchsorted(self._shard_documents, [*self.first_documents, self.num_documents])
+        return (np.diff(self._shard_tokens[of_shards]) + self.counts * self.specials_per_document).tolist()
 
     # Documents by their number in the corpus
 
-    def tokens_before(self, document: int) -> int:
-        """Stored tokens in front of `document` (0 .. num_documents)."""
-        shard = int(np.searchsorted(self._shard_documents, document, side="right")) - 1
-        if shard == len(self.shards):
-            return self.num_tokens
-        return int(self._shard_tokens[shard]) + int(self.shards[shard].offsets[document - self._shard_documents[shard]])
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Stored tokens in front of each document, and of all: int64 [num_documents + 1]. Raises IndexStopped."""
+        starts, stop = np.empty(self.num_documents + 1, np.int64), stop_event.get()
+        for shard, first in zip(self.shards, self._shard_documents.tolist(), strict=False):
+            if stop is not None and stop.is_set():
+                raise IndexStopped
+            shard.read_offsets(starts[first : first + shard.num_documents])
+        starts[-1] = self.num_tokens
+        for begin in range(0, self.num_documents, _CHUNK):
+            end = min(begin + _CHUNK, self.num_documents)
+            low, high = np.searchsorted(self._shard_documents, [begin, end - 1], side="right") - 1
+            shards = self._shard_documents[low : high + 2].clip(begin, end)
+            starts[begin:end] += np.repeat(self._shard_tokens[low : high + 1], np.diff(shards))
+        return starts
 
     def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Start (in the concatenation of all shards) and length of each document; int64 [n] both."""
-        order, shard_of, groups, local = _by_shard(self._shard_documents, documents)
-        starts, ends = np.empty(len(documents), np.int64), np.empty(len(documents), np.int64)
-        after = local + 1
-        for number, begin, end in groups:
-            shard = self.shards[number]
-            shard.check_size()
-            starts[begin:end] = shard.offsets[local[begin:end]]
-            ends[begin:end] = shard.offsets[after[begin:end]]
-        ends -= starts
-        if order is None:
-            return starts, ends
-        result = np.empty((2, len(documents)), np.int64)
-        result[0, order], result[1, order] = starts + self._shard_tokens[shard_of], ends
-        return result[0], result[1]
+        starts = self.starts[documents]
+        return starts, self.starts[documents + 1] - starts
 
     def read(self, tokens: np.ndarray, targets: np.ndarray, sources: np.ndarray, lengths: np.ndarray) -> None:
         """Copy stored tokens to `tokens` int32: so many (`lengths`) from each of `sources` to each of `targets`.
@@ -101,24 +107,60 @@ class Documents:
         sources: in the concatenation of all shards. All int64 [n], lengths above 0, no piece in two shards. Tokens that
         are no targets by their shard's marks come with UNSCORED added.
         """
-        order, shard_of, groups, local = _by_shard(self._shard_tokens, sources)
-        if order is not None:
-            targets, lengths = targets[order], lengths[order]
-        for number, first, length in zip(shard_of.tolist(), local.tolist(), lengths.tolist(), strict=True):
-            self.shards[number].prefetch(first, length)  # of all at once: the disk is not asked piece by piece
+        order = np.argsort(sources)
+        sources, targets, lengths = sources[order], targets[order], lengths[order]
+        shard_of = np.searchsorted(self._shard_tokens, sources, side="right") - 1
+        begins = np.flatnonzero(np.diff(shard_of, prepend=-1))  # pieces at which another shard begins
+        local = sources - self._shard_tokens[shard_of]
+        reads, start = _reads_of_this_thread(), time.perf_counter()
+        cuts = [*begins[:: self._most_open].tolist(), len(sources)]  # as many shards at once as may be open
+        for first, last in pairwise(cuts):
+            here = slice(first, last)
+            self._read(tokens, shard_of[here], targets[here], local[here], lengths[here])
+        seconds = time.perf_counter() - start
+        self._in_memory = _reads_of_this_thread() == reads and seconds < _IN_MEMORY_SECONDS * len(sources)
+
+    def _read(
+        self, tokens: np.ndarray, shard_of: np.ndarray, targets: np.ndarray, local: np.ndarray, lengths: np.ndarray
+    ) -> None:
+        """`read` from a few shards, pieces in their order; `local`: in each piece's shard."""
+        begins = np.flatnonzero(np.diff(shard_of, prepend=-1)).tolist()
+        groups = [*zip(shard_of[begins].tolist(), begins, [*begins[1:], len(local)], strict=True)]
+        opened = {number: self._open(number) for number, _first, _last in groups}
+        firsts, counts = local.tolist(), lengths.tolist()
+        if not self._in_memory:  # ask for all at once, so that the disk is not asked piece by piece
+            for number, first, count in zip(shard_of.tolist(), firsts, counts, strict=True):
+                opened[number].prefetch(first, count)
+        if not self.has_marks and len(local) < _FEW_PIECES * len(groups):
+            for number, target, first, count in zip(shard_of.tolist(), targets.tolist(), firsts, counts, strict=True):
+                tokens[target : target + count] = opened[number].tokens[first : first + count]
+            return
         source, ends = ranges(local, lengths), [0, *np.cumsum(lengths).tolist()]
         found = np.empty(len(source), np.int32)
         for number, first, last in groups:
             wanted = source[ends[first] : ends[last]]
-            found[ends[first] : ends[last]] = self.shards[number].tokens[wanted]
-            if self.shards[number].has_marks:
-                found[ends[first] : ends[last]] += UNSCORED * ~self.shards[number].scored(wanted)
+            found[ends[first] : ends[last]] = opened[number].tokens[wanted]
+            if opened[number].has_marks:
+                found[ends[first] : ends[last]] += UNSCORED * ~opened[number].scored(wanted)
         tokens[ranges(targets, lengths)] = found
+
+    def _open(self, number: int) -> Shard:
+        """A shard whose file is mapped; those that were not used for longest make room."""
+        shard = self.shards[number]
+        if len(self.shards) > self._most_open:
+            self._opened.pop(number, None)
+            self._opened[number] = None
+            while len(self._opened) > self._most_open:
+                oldest = next(iter(self._opened))
+                del self._opened[oldest]
+                self.shards[oldest].close()
+        shard.check_size()
+        return shard
 
     def count_mapped(self, documents: int, tokens: int) -> None:
         """Note that so many documents and tokens were read here and there; unmaps them once that adds up."""
         self._bytes_mapped += tokens * self.shards[0].dtype.itemsize + documents * _FAULT_BYTES
-        if self._bytes_mapped > _DROP_BYTES:
+        if self._bytes_mapped > _DROP_BYTES < self.num_tokens * self.shards[0].dtype.itemsize:
             self.drop_cache()
 
     def drop_cache(self) -> None:
@@ -156,26 +198,16 @@ class Documents:
             if stop is not None and stop.is_set():
                 raise IndexStopped
             index = np.arange(start, min(start + _CHUNK, count))
-            np.add.at(sums, order(index) // BLOCK, self.spans(documents(index))[1] + extra)
+            lengths = self.spans(documents(index))[1]
+            lengths += extra
+            np.add.at(sums, order(index) // BLOCK, lengths)
         return np.cumsum(sums)
 
 
-def _by_shard(
-    firsts: np.ndarray, values: np.ndarray
-) -> tuple[np.ndarray | None, np.ndarray, list[tuple[int, int, int]], np.ndarray]:
-    """`values` (documents or positions in the corpus) sorted by shard; `firsts` [shards + 1]: the first of each shard.
-
-    Returns their order (None: as they are), the shard of each in that order, (shard, begin, end) for each shard that
-    occurs, and the values in that order, counted from the first of their shard.
-    """
-    if len(firsts) == 2 or not len(values):
-        return None, np.zeros(len(values), np.int64), [(0, 0, len(values))], values
-    shard_of = np.searchsorted(firsts, values, side="right") - 1
-    order = np.argsort(shard_of.astype(np.uint16) if len(firsts) < 1 << 16 else shard_of, kind="stable")  # radix sort
-    shard_of = shard_of[order]
-    begins = np.flatnonzero(np.diff(shard_of, prepend=-1))
-    pieces = [*zip(shard_of[begins].tolist(), begins.tolist(), [*begins[1:].tolist(), len(values)], strict=True)]
-    return order, shard_of, pieces, values[order] - firsts[shard_of]
+def _reads_of_this_thread() -> int:
+    """Reads from disks that the system has begun for this thread so far."""
+    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    return usage.ru_inblock + usage.ru_majflt
 
 
 def ranges(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from data.counter_rng import permute_each
 from data.documents import Documents
 
 if TYPE_CHECKING:
     from data.stream import EpochIndex
+
+_MANY = 1 << 14  # documents of each source: a table for each of their permutations pays
 
 
 @dataclass(frozen=True)
@@ -161,14 +164,28 @@ class Epochs:
         An epoch's slots are the uses of the first source in it, then those of the next, ...
         """
         documents, before = self._documents, self.uses_before(epoch)
-        firsts = np.cumsum(self.uses_before(epoch + 1) - before)
-        source_of = np.searchsorted(firsts, slots, side="right")
-        firsts = np.concatenate([[0], firsts[:-1]])  # of each source, among the slots
-        uses, local = np.divmod(slots + (before - firsts)[source_of], documents.counts[source_of])
-        for number in np.flatnonzero(self._keyed & (np.bincount(source_of, minlength=len(firsts)) > 0)).tolist():
-            here = np.flatnonzero(source_of == number)
-            local[here] = documents.walk(number).permutation(local[here])
-        return documents.first_documents[source_of] + local, uses, source_of
+        ends = np.cumsum(self.uses_before(epoch + 1) - before)
+        sources = np.searchsorted(ends, [slots.min(), slots.max()], side="right") if len(slots) else [0, 0]
+        if sources[0] == sources[1]:  # numbers instead of arrays of them
+            source_of = np.full(len(slots), number := sources[0])
+        else:
+            source_of = number = np.searchsorted(ends, slots, side="right")
+        firsts = ends - np.diff(ends, prepend=0)  # of each source, among the slots
+        walked = slots + (before - firsts)[number]
+        uses = walked // documents.counts[number]
+        local = walked - uses * documents.counts[number]
+        walks = np.flatnonzero(self._keyed & (np.bincount(np.atleast_1d(number), minlength=len(ends)) > 0)).tolist()
+        if len(walks) == 1 or len(slots) > _MANY * len(walks):
+            for walk in walks:
+                here = np.flatnonzero(source_of == walk)
+                local[here] = documents.walk(walk).permutation(local[here])
+        elif walks:  # of many sources some documents each
+            place = np.full(len(ends), -1)
+            place[walks] = np.arange(len(walks))
+            here = np.flatnonzero(place[source_of] >= 0)
+            permutations = [documents.walk(walk).permutation for walk in walks]
+            local[here] = permute_each(permutations, place[source_of[here]], local[here])
+        return documents.first_documents[number] + local, uses, source_of
 
     def source_tokens(self, position: int) -> np.ndarray:
         """Tokens of each source before `position`, float64 [sources], special ones included; they add up to it.

@@ -170,6 +170,18 @@ class Shard:
         marks = np.frombuffer(self._map, np.uint8, -(-self.num_tokens // 8), start)
         return (marks[tokens >> 3] >> (tokens & 7).astype(np.uint8)) & 1 > 0
 
+    def read_offsets(self, out: np.ndarray) -> None:
+        """Read the first token of each document into `out`, int64 [num_documents], without mapping the file."""
+        with open(self.path, "rb") as file:
+            file.seek(_offsets_start(self.num_tokens, self.dtype))
+            if file.readinto(out.view(np.uint8).data) != out.nbytes:
+                raise ShardError(f"{self.path} ends before its document offsets; {REMAKE}")
+
+    def close(self) -> None:
+        """Let go of the file, which is mapped again when it is next used."""
+        for name in ("_map", "tokens", "offsets"):
+            self.__dict__.pop(name, None)
+
     def document(self, index: int) -> np.ndarray:
         """Token ids of one document, without special tokens; a view into the map."""
         return self.tokens[int(self.offsets[index]) : int(self.offsets[index + 1])]
