@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from data.loader import Loader
 from evaluation.in_training import Evaluations
-from evaluation.pair_accuracy import PairAccuracy
+from evaluation.suites import ZeroShot
 from report.html_report import publish_report
 from training.config import TrainingConfig, parse_on_rank
 from training.distributed import World, single_world
@@ -52,12 +52,12 @@ def main(
         check_sinks(config)  # better to know now that wandb is missing
         plugins = Plugins(config.plugin)
         inputs = read_inputs(config)  # tokenizer, model sizes, shards, and the plan of every global batch
-        pairs = PairAccuracy.read(inputs)
+        zero_shot = ZeroShot.read(inputs)
         world = end.connects(connect(config))
         inputs = inputs.on_device(world.device)
         config = end.config = inputs.config
         # Ranks that differ could hang in a collective.
-        check_same_run(inputs, world, pairs.content if pairs else "", plugins.content)
+        check_same_run(inputs, world, zero_shot.content if zero_shot else "", plugins.content)
         split = choose_split(config, inputs.plan, world.size)
 
         # ---------------------------------------- Where it starts: step 0, or a checkpoint of any number of ranks
@@ -66,12 +66,14 @@ def main(
             end.closes(Watchdog(config, world))
         state = TrainState.create(config, inputs.model_config, inputs.builder.options, world, start.checkpoint)
         if world.is_main:
-            summary = describe(inputs, world, split, state.parameters, state.step, pairs.summary if pairs else "")
+            summary = describe(
+                inputs, world, split, state.parameters, state.step, zero_shot.summary if zero_shot else ""
+            )
             print(summary, flush=True)
         status = StatusFile(config.run_folder, world.environment, config.max_steps)
         size, hours = state.checkpoint_bytes, start.hours
         conditions = StopConditions(config, end.signals, world.environment, start.attempt, size, hours)
-        evaluations = Evaluations(inputs, pairs, plugins, conditions.wanted)
+        evaluations = Evaluations(inputs, zero_shot, plugins, conditions.wanted)
         owed = evaluations.owed(state.step, start.metrics)
         if state.step == config.max_steps and not owed:
             return end.already_complete(status)
@@ -134,7 +136,7 @@ def run_steps(
         step.metrics.update(inputs.exposure_after(state.step))
         log.log_steps(metrics.push(step, loader_wait_seconds=waited))
 
-        evaluates = evaluations.due(state.step)  # validation and samples, plugins, minimal pairs
+        evaluates = evaluations.due(state.step)  # validation and samples, plugins, zero-shot suites
         saves = inputs.saves_after(state.step) or state.step in inputs.named_checkpoints
         if not (evaluates or saves):
             continue

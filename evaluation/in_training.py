@@ -1,4 +1,4 @@
-"""Evaluations during training: validation, samples, plugins and minimal pairs, when they are due, until a stop request.
+"""Evaluations during training: validation, samples, plugins, zero-shot suites, when due, until a stop request.
 
 metrics.jsonl has a line of each kind; a resume first measures those that its step lacks.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from evaluation.pair_accuracy import MODES, PairAccuracy
+from evaluation.pair_accuracy import MODES
 from evaluation.samples import sample_texts
+from evaluation.suites import ZeroShot
 from evaluation.validation import validation_line, validation_metrics
 from training.inputs import Inputs
 from training.metric_logger import MetricLogger
@@ -18,8 +19,8 @@ from training.schedules import due
 from training.state import TrainState
 from training.stopping import Abandoned, until_stop
 
-STEP, VALIDATION, PLUGINS, PAIRS = "step", "validation", "plugins", "minimal pairs"  # kinds of lines in metrics.jsonl
-_PREFIXES = {STEP: ("train/loss",), VALIDATION: ("valid/",), PAIRS: tuple(f"eval/{mode}/" for mode in MODES)}
+STEP, VALIDATION, PLUGINS, ZERO_SHOT = "step", "validation", "plugins", "zero-shot"  # kinds of lines in metrics.jsonl
+_PREFIXES = {STEP: ("train/loss",), VALIDATION: ("valid/",), ZERO_SHOT: tuple(f"eval/{mode}/" for mode in MODES)}
 
 
 def kind_of(line: Mapping[str, Any]) -> str:
@@ -31,9 +32,9 @@ def kind_of(line: Mapping[str, Any]) -> str:
 class Evaluations:
     """What is measured between the steps of a run. All ranks take part."""
 
-    def __init__(self, inputs: Inputs, pairs: PairAccuracy | None, plugins: Plugins, wanted: Callable[[], bool]):
+    def __init__(self, inputs: Inputs, zero_shot: ZeroShot | None, plugins: Plugins, wanted: Callable[[], bool]):
         """wanted: whether this rank wants to stop; evaluations then end at their next batch."""
-        self._inputs, self._pairs, self._plugins, self._wanted = inputs, pairs, plugins, wanted
+        self._inputs, self._zero_shot, self._plugins, self._wanted = inputs, zero_shot, plugins, wanted
 
     def due(self, step: int) -> tuple[str, ...]:
         """The kinds of evaluations that follow on step `step`."""
@@ -41,7 +42,7 @@ class Evaluations:
         kinds = (
             (VALIDATION, self._inputs.held_out is not None, config.validate_every),
             (PLUGINS, self._plugins.has_evaluations, config.validate_every),
-            (PAIRS, self._pairs is not None, config.evaluate_every),
+            (ZERO_SHOT, self._zero_shot is not None, config.evaluate_every),
         )
         return tuple(kind for kind, wanted, every in kinds if wanted and due(step, every, config.max_steps))
 
@@ -70,10 +71,10 @@ class Evaluations:
                     log.log(found or {"step": state.step, "stats/tokens": tokens})  # so that a resume owes nothing
                     if found:
                         log.say(evaluation_line(found))
-            if PAIRS in kinds and self._pairs is not None:
-                found = self._pairs.measure(state, tokens, self._wanted)
+            if ZERO_SHOT in kinds and self._zero_shot is not None:
+                found = self._zero_shot.measure(state, tokens, self._wanted)
                 log.log(found)
-                log.say(self._pairs.line(found))
+                log.say(self._zero_shot.line(found))
         except Abandoned:
             log.say(f"step {state.step:>6}  evaluation ended by a stop request; a resume begins with it")
             return False

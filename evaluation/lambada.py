@@ -20,10 +20,11 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
-from evaluation.generation import UsageError, run
+from evaluation.generation import run
 from evaluation.minimal_pairs import as_json
 from evaluation.pair_accuracy import accuracy, read_lines, text_of
 from evaluation.scoring import (
@@ -35,7 +36,8 @@ from evaluation.scoring import (
     say_of_positions,
     score_texts,
 )
-from evaluation.token_log_probs import TokenizedSentences, encode_sentences, sentence_sums
+from evaluation.token_log_probs import SpecialIds, TokenizedSentences, encode_sentences, sentence_sums
+from training.config import ConfigError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,17 +58,10 @@ def evaluate(options: argparse.Namespace) -> None:
     """Print accuracy and perplexity, and write what --output asks for."""
     check_scoring_flags(options)
     check_output(options.output, "--output")
-    lines = read_lines(Path(options.data), "--data", "text")
-    texts = [text_of(value, "text", where).strip() for where, value in lines]
-    contexts = [len(text) - len(text.split()[-1]) for text in texts]
-    contexts = [len(text[:end].rstrip()) for text, end in zip(texts, contexts, strict=True)]
+    texts = read_texts(Path(options.data), "--data")
     model, modes = load_for_scoring(options), ("masked", "causal") if options.mode == "all" else (options.mode,)
-    sentences = encode_sentences(model.loaded.tokenizer, texts, model.special, contexts)
-    if not sentences.counts.all():
-        where = lines[int(sentences.counts.argmin())][0]
-        raise UsageError(f"{where}: the last word has no token of the model's tokenizer.")
-    say_of_positions(model, [sentences])
-    last = whole_words(sentences)
+    last = encode_last_words(texts, model.loaded.tokenizer, model.special)
+    say_of_positions(model, [last])
     found = {"model": options.model, "weights": "ema" if options.ema else "trained", "texts": len(texts)}
     for mode, scores in score_texts(model, dict.fromkeys(modes, last), word_l2r=True, best=True).items():
         found[mode] = of = results(last, scores)
@@ -74,6 +69,22 @@ def evaluate(options: argparse.Namespace) -> None:
         print(f"{mode:<7} accuracy {right:.1f} % [{low:.1f}, {high:.1f}], perplexity {of['perplexity']:,.2f}")
     if options.output:
         write_atomically(options.output, (json.dumps(found, indent=1) + "\n").encode())
+
+
+def read_texts(path: Path, flag: str) -> dict[str, str]:
+    """The texts of a file by where they stand. Raises ConfigError."""
+    return {where: text_of(value, "text", where).strip() for where, value in read_lines(path, flag, "text")}
+
+
+def encode_last_words(texts: Mapping[str, str], tokenizer: Tokenizer, special: SpecialIds) -> TokenizedSentences:
+    """The texts with their last words to be scored, each as one word. Raises ConfigError for one without a token."""
+    ends = [len(text) - len(text.split()[-1]) for text in texts.values()]
+    contexts = [len(text[:end].rstrip()) for text, end in zip(texts.values(), ends, strict=True)]
+    sentences = encode_sentences(tokenizer, list(texts.values()), special, contexts)
+    if not sentences.counts.all():
+        where = list(texts)[int(sentences.counts.argmin())]
+        raise ConfigError(f"{where}: the last word has no token of the model's tokenizer.")
+    return whole_words(sentences)
 
 
 def whole_words(sentences: TokenizedSentences) -> TokenizedSentences:

@@ -18,9 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
-from torch import nn
 
-from data.special_tokens import plain
 from evaluation.token_log_probs import (
     BatchShape,
     Model,
@@ -30,11 +28,8 @@ from evaluation.token_log_probs import (
     sentence_sums,
     token_scores,
 )
-from evaluation.validation import evaluation_mode
-from training.config import ConfigError, TrainingConfig
+from training.config import ConfigError
 from training.distributed import World
-from training.inputs import Inputs
-from training.state import TrainState
 
 MODES = ("masked", "causal", "fused")
 PHENOMENON = "linguistics_term"  # BLiMP's name for it
@@ -272,88 +267,3 @@ def grouping_fields(pairs: Sequence[Grouped]) -> list[str]:
         if 1 < len(values) <= min(_MOST_VALUES, len(having) // 2) and (splits or joins):
             found.append(field)
     return found
-
-
-# During training
-
-
-def evaluate_pairs(
-    model: nn.Module,
-    scorer: PairScorer,
-    world: World,
-    shape: BatchShape,
-    mode: str,
-    autocast: bool,
-    wanted: Callable[[], bool] = lambda: False,
-) -> dict[str, float]:
-    """Metrics `eval/MODE/SET` (mean of the set's files) and `eval/MODE/SET/PHENOMENON`, accuracies in 0..1.
-
-    mode: one of MODES or "all". All ranks take part. The model's mode (training or not) is restored. wanted: as in
-    `token_scores`.
-    """
-    modes, metrics = chosen_modes(mode), {}
-    with evaluation_mode(model):
-        scores = scorer.scores(model, modes, world, shape, autocast=autocast, wanted=wanted)
-    for name in modes:
-        for each, values in zip(scorer.sets, scores[name], strict=True):
-            right = correctness(values[0])
-            metrics[f"eval/{name}/{each.name}"] = mean_of_paradigms(each.pairs, right).value
-            groups = by_group([pair.phenomenon for pair in each.pairs], right)
-            metrics |= {f"eval/{name}/{each.name}/{group}": found.value for group, found in groups.items()}
-    return metrics
-
-
-def pairs_line(metrics: Mapping[str, Any], scorer: PairScorer) -> str:
-    """The console's line of `evaluate_pairs`' metrics, which hold `step` too."""
-    parts = []
-    for each in scorer.sets:
-        values = [(mode, metrics.get(f"eval/{mode}/{each.name}")) for mode in MODES]
-        shown = ", ".join(f"{mode} {100 * value:.1f} %" for mode, value in values if value is not None)
-        parts.append(f"{each.name} {shown}")
-    return f"step {metrics['step']:>6}  minimal pairs (EMA): {'; '.join(parts)}"
-
-
-class PairAccuracy:
-    """Minimal pairs of --evaluate_data, measured during training."""
-
-    def __init__(self, scorer: PairScorer, config: TrainingConfig) -> None:
-        self.scorer, self._config = scorer, config
-
-    @classmethod
-    def read(cls, inputs: Inputs) -> PairAccuracy | None:
-        """The pairs that --evaluate_data names; None where it names none. Raises ConfigError."""
-        config, options = inputs.config, inputs.builder.options
-        if not config.evaluate_data:
-            return None
-        tokenizer = plain(Tokenizer.from_str(inputs.tokenizer_text))
-        special = SpecialIds(options.bos_id, None, options.pad_id, options.mask_id)  # a sentence is no whole document
-        sets = read_pair_sets([config.evaluate_data], "--evaluate_data")
-        return cls(PairScorer(sets, tokenizer, special), config)
-
-    @property
-    def summary(self) -> str:
-        """What there is, in a line."""
-        every = self._config.evaluate_every
-        counts = ", ".join(f"{each.name} {len(each.pairs):,}" for each in self.scorer.sets)
-        return f"{counts}; {f'every {every} steps' if every else 'at the end'}"
-
-    @property
-    def content(self) -> str:
-        """All of it as a text, for comparing ranks."""
-        return repr(self.scorer.sets)
-
-    def measure(self, state: TrainState, tokens: int, wanted: Callable[[], bool]) -> dict[str, Any]:
-        """Metrics of the averaged weights, in batches of the shape that validation uses. tokens: trained on so far.
-
-        wanted: as in `token_scores`.
-        """
-        config, autocast = self._config, state.forward_backward.mixed_precision
-        shape = BatchShape(config.local_batch_size, config.seq_length)
-        with state.ema.swapped_in(state.model):
-            arguments = (state.model, self.scorer, state.world, shape, config.evaluate_mode, autocast)
-            found = evaluate_pairs(*arguments, wanted)
-        return {"step": state.step, "stats/tokens": tokens, **found}
-
-    def line(self, metrics: Mapping[str, Any]) -> str:
-        """The console's line of `measure`'s metrics."""
-        return pairs_line(metrics, self.scorer)

@@ -103,13 +103,13 @@ def surprisals(sums: np.ndarray, owners: np.ndarray, count: int) -> np.ndarray:
     return found
 
 
-def results(data: ReadingTimes, surprisal: np.ndarray) -> dict[str, Any]:
+def results(data: ReadingTimes, surprisal: np.ndarray, resamples: int = _RESAMPLES) -> dict[str, Any]:
     """Gains in R2 as JSON: of each column, and their mean for eye tracking; 95 % intervals by the bootstrap over words.
 
-    surprisal: nats [2 n], of the words and of those before.
+    surprisal: nats [2 n], of the words and of those before. Without `resamples` the intervals are the gains alone.
     """
     own, before = np.split(surprisal[:, None], 2)
-    drawn = np.random.default_rng(0).multinomial(len(own), [1 / len(own)] * len(own), size=_RESAMPLES)
+    drawn = np.random.default_rng(0).multinomial(len(own), [1 / len(own)] * len(own), size=resamples)
     found: dict[str, Any] = {"measures": {}}
     gains: dict[str, np.ndarray] = {}
     for name, times in data.times.items():
@@ -137,7 +137,7 @@ def results(data: ReadingTimes, surprisal: np.ndarray) -> dict[str, Any]:
 
 def _interval(gains: np.ndarray) -> dict[str, float]:
     """The first is of the words themselves, the others of resampled ones."""
-    low, high = np.quantile(gains[1:], [0.025, 0.975])
+    low, high = np.quantile(gains[1:] if len(gains) > 1 else gains, [0.025, 0.975])
     return {"gain": float(gains[0]), "low": float(low), "high": float(high)}
 
 

@@ -27,6 +27,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
@@ -44,6 +45,7 @@ from evaluation.scoring import (
     score_texts,
 )
 from evaluation.surprisal import by_span, encode_by_span
+from evaluation.token_log_probs import SpecialIds
 from training.config import ConfigError
 
 _TERM = re.compile(r"\(\s*(\*|\d+)\s*;\s*%([^%]+)%\s*\)")
@@ -167,23 +169,37 @@ def compiled(formula: str) -> Any:
 
 def score(model: ScoringModel, suites: Sequence[SyntaxSuite], modes: Sequence[str]) -> list[dict[str, list[Any]]]:
     """For each suite and mode what formulas read of its items: surprisals in bits by region and condition."""
-    every = [sentence for suite in suites for sentence in suite.sentences]
-    ends = [list(sentence.ends.values()) for sentence in every]
-    counts = [len(of) for of in ends]
-    texts = encode_by_span(model.loaded.tokenizer, [each.text for each in every], ends, model.special)
-    say_of_positions(model, [texts])
-    tokens = by_span(texts, np.ones(len(texts.ids)), counts)
-    scores = score_texts(model, dict.fromkeys(objectives(modes), texts))
-    sums = {name: by_span(texts, -of[0] / math.log(2), counts) for name, of in scores.items()}
+    regions = Regions(suites, model.loaded.tokenizer, model.special)
+    say_of_positions(model, [regions.texts])
+    scores = score_texts(model, dict.fromkeys(objectives(modes), regions.texts))
+    sums = {name: regions.surprisals(of) for name, of in scores.items()}
     if "fused" in modes:
         sums["fused"] = (sums["masked"] + sums["causal"]) / 2
-    bounds = np.cumsum(counts)[:-1]
-    found, first = [], 0
-    for suite in suites:
-        part = slice(first, first := first + len(suite.sentences))
-        sizes = np.split(tokens, bounds)[part]
-        found.append({mode: _by_item(suite, np.split(sums[mode], bounds)[part], sizes) for mode in modes})
-    return found
+    by_mode = {mode: regions.by_item(sums[mode]) for mode in modes}
+    return [{mode: by_mode[mode][number] for mode in modes} for number in range(len(suites))]
+
+
+class Regions:
+    """The regions of all sentences of suites; `texts` are the sentences, tokenised."""
+
+    def __init__(self, suites: Sequence[SyntaxSuite], tokenizer: Tokenizer, special: SpecialIds) -> None:
+        self._suites, every = suites, [sentence for suite in suites for sentence in suite.sentences]
+        ends = [list(sentence.ends.values()) for sentence in every]
+        self._counts = [len(of) for of in ends]
+        self.texts = encode_by_span(tokenizer, [each.text for each in every], ends, special)
+        self._tokens = by_span(self.texts, np.ones(len(self.texts.ids)), self._counts)
+
+    def surprisals(self, scores: np.ndarray) -> np.ndarray:
+        """Bits of all regions, one after the other, from the tokens' log-probabilities [1, N]."""
+        return by_span(self.texts, -scores[0] / math.log(2), self._counts)
+
+    def by_item(self, sums: np.ndarray) -> list[list[dict[Any, float]]]:
+        """For each suite what formulas read of its items, from the surprisals of all regions."""
+        bounds, found, first = np.cumsum(self._counts)[:-1], [], 0
+        for suite in self._suites:
+            part = slice(first, first := first + len(suite.sentences))
+            found.append(_by_item(suite, np.split(sums, bounds)[part], np.split(self._tokens, bounds)[part]))
+        return found
 
 
 def _by_item(suite: SyntaxSuite, sums: Sequence[np.ndarray], sizes: Sequence[np.ndarray]) -> list[dict[Any, float]]:

@@ -116,6 +116,12 @@ def _named(path: Path) -> Iterator[tuple[Path, str]]:
                 yield from _named(inside)
 
 
+def left_out(path: Path) -> str:
+    """Why a file at this path inside of the pipeline's folder is of no zero-shot task; "" where it may be of one."""
+    begun = (why for part in path.parts for name, why in _LEFT_OUT.items() if part.lower().startswith(name))
+    return next(begun, "")
+
+
 def _read_dataset(task: str, path: Path, flag: str) -> Dataset:
     suffix = ".csv" if task == READING else ".jsonl"
     files = sorted(path.rglob(f"*{suffix}")) if path.is_dir() else [path]
@@ -127,13 +133,17 @@ def _read_dataset(task: str, path: Path, flag: str) -> Dataset:
         return Dataset(task, files[0].stem, files[0])
     items: list[Item] = []
     for file in files:
-        if task == "blimp":
-            for pair in read_pairs(file, flag):
-                uid = str(pair.fields.get("UID", pair.paradigm))
-                items.append(Item(uid, ("", ""), (pair.good, pair.bad), pair.fields))
-        else:
-            items += [_FORMATS[task](value, file.stem, where) for where, value in read_lines(file, flag, "item")]
+        items += read_items(task, file, flag)
     return Dataset(task, path.stem, path, tuple(items))
+
+
+def read_items(task: str, file: Path, flag: str) -> list[Item]:
+    """The items of a file. Raises ConfigError."""
+    if task == "blimp":
+        pairs = read_pairs(file, flag)
+        uids = [str(pair.fields.get("UID", pair.paradigm)) for pair in pairs]
+        return [Item(uid, ("", ""), (p.good, p.bad), p.fields) for uid, p in zip(uids, pairs, strict=True)]
+    return [_FORMATS[task](value, file.stem, where) for where, value in read_lines(file, flag, "item")]
 
 
 def _ewok(value: dict[str, Any], stem: str, where: str) -> Item:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from report.charts import Chart, axes_of, hue_of, is_set, pair_names, run_colour, sections, spoken
+from report.charts import Chart, axes_of, chance, hue_of, is_set, pair_names, run_colour, sections, spoken
 from report.metrics import objectives, short_number
 from report.runs import Run
 from report.tables import MISSING, configuration, environment, ledgers, restarts, samples, table
@@ -88,7 +88,7 @@ def contents(runs: list[Run], charts: dict[str, list[Chart]]) -> list[tuple[str,
     parts = [
         ("loss", "Loss", chart_section(charts["loss"], runs, _loss_key(runs))),
         ("accuracy", "Accuracy", chart_section(charts["accuracy"], runs)),
-        ("pairs", "Minimal pairs", pair_section(charts["pairs"], runs)),
+        ("pairs", "Zero-shot", pair_section(charts["pairs"], runs)),
         ("samples", "Samples", guarded(samples, runs)),
         ("schedules", "Schedules", chart_section(charts["schedules"], runs)),
         ("speed", "Speed and memory", chart_section(charts["speed"], runs)),
@@ -257,10 +257,10 @@ def _epochs(tokens: float, corpus: Any) -> str:
 
 
 def overall(run: Run) -> dict[str, float]:
-    """The minimal-pair score of each mode, the mean over sets of pairs."""
+    """The minimal-pair score of each mode, the mean over sets of pairs (and of other choices between two)."""
     found = {}
     for mode in pair_names([run])[0]:
-        scores = {name: accuracy for (m, name), accuracy in run.pairs.items() if m == mode}
+        scores = {name: accuracy for (m, name), accuracy in run.pairs.items() if m == mode and chance(name) == 0.5}
         sets = {name: accuracy for name, accuracy in scores.items() if is_set(name)} or scores
         if sets:
             found[mode] = float(np.mean(list(sets.values())))

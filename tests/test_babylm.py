@@ -4,6 +4,7 @@ import copy
 import csv
 import json
 import math
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from helpers.tiny_evaluation import reference, tiny_model
 from helpers.tiny_runs import TEXT, train_on
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from evaluation import babylm, reading_times, zero_shot
+from evaluation import babylm, lambada, reading_times, syntax_gym, zero_shot
 from evaluation.babylm import Suite, encode, model_name, score
 from evaluation.generation import LoadedModel
 from evaluation.reading_times import ReadingTimes, encode_places, r_squared, surprisals
 from evaluation.scoring import ScoringModel
+from evaluation.suites import measure_suites, read_suites
 from evaluation.token_log_probs import BatchShape, SpecialIds, joined, sentence_sums, token_scores
 from evaluation.zero_shot import Item, encode_items, find_datasets
 from model_extra import GPTBert
@@ -357,3 +359,64 @@ def test_shares_and_their_correlation():
     z, se = math.atanh(0.5), math.sqrt(1.125 / 27)
     low, high = zero_shot._spearman_interval(0.5, 30)
     assert (low, high) == pytest.approx((math.tanh(z - 1.959964 * se), math.tanh(z + 1.959964 * se)))
+
+
+# During training
+
+
+def test_suites_during_training_give_what_the_commands_give(model, tokenizer, data, run_folder, tmp_path, capsys):
+    """All of a folder at once: pairs, items with choices, reading times, SyntaxGym and LAMBADA."""
+    folder = shutil.copytree(data, tmp_path / "every")
+    write_lines(folder / "lambada_test.jsonl", [{"text": "The function returns the list"}, {"text": "The words of a"}])
+    conditions = [
+        {"condition_name": name, "regions": [{"region_number": n, "content": of} for n, of in enumerate(texts, 1)]}
+        for name, texts in (("a", ("The", "list holds")), ("b", ("The", "words")))
+    ]
+    suite = {"items": [{"conditions": conditions}], "predictions": [{"formula": "(2;%a%) < (2;%b%)"}]}
+    (folder / "syntax").mkdir()
+    (folder / "syntax/npi.json").write_text(json.dumps(suite))
+    suites, notes = read_suites(folder, tokenizer, SPECIAL)
+    assert [note.split(" ")[0] for note in notes] == ["cdi_childes/cdi.jsonl", "glue_filtered/boolq.jsonl"]
+    shape = BatchShape(4, 64)
+
+    def logits(input_ids, document_ids, causal, positions):
+        return model.predict(model.encode(input_ids, document_ids, causal).flatten(0, 1)[positions])
+
+    found = measure_suites(logits, suites, SPECIAL, WORLD, shape, "all", autocast=False)
+    flags = ["--device", "cpu", "--mode", "all", "--output"]
+    main_model = str(run_folder / "checkpoints/step_00000002")
+    assert babylm.main([main_model, "--data", str(data), *flags, str(tmp_path / "out")]) == 0
+    (results,) = (tmp_path / "out").rglob("results.json")
+    datasets = json.loads(results.read_text())["datasets"]
+    for mode in MODES:
+        names = []
+        for name, of in datasets.items():
+            expected = of["modes"][mode]
+            if name == "reading_data":
+                for part in ("eye_tracking", "self_paced"):
+                    assert found[f"eval/{mode}/reading_data_{part}"] == pytest.approx(expected[part]["gain"], abs=1e-6)
+                continue
+            names.append(name)
+            if name != "blimp_filtered":  # there UIDs, here files
+                value = expected["spearman"] if "spearman" in expected else expected["mean"]["accuracy"]
+                assert found[f"eval/{mode}/{name}"] == pytest.approx(value), name
+        assert len(names) == 7
+        space = datasets["ewok_filtered"]["modes"][mode]["paradigms"]["space"]["accuracy"]
+        assert found[f"eval/{mode}/ewok_filtered/space"] == space
+    files = {"lambada": folder / "lambada_test.jsonl", "syntax": folder / "syntax/npi.json"}
+    for command, name in ((lambada, "lambada"), (syntax_gym, "syntax")):
+        output = tmp_path / f"{name}.json"
+        assert command.main([main_model, "--data", str(files[name]), "--device", "cpu", "--output", str(output)]) == 0
+        files[name] = output
+    of = json.loads(files["syntax"].read_text())["suites"]["npi"]
+    for mode in MODES:
+        assert found[f"eval/{mode}/syntaxgym"] == found[f"eval/{mode}/syntaxgym/npi"] == of[mode]["mean"]["accuracy"]
+    of = json.loads(files["lambada"].read_text())
+    assert found["eval/causal/lambada_test"] == of["causal"]["accuracy"]["accuracy"]
+    assert "eval/fused/lambada_test" not in found
+    write_lines(folder / "blimp_filtered/mixed.jsonl", [{"text": "The list"}])
+    with pytest.raises(ConfigError, match="blimp_filtered holds minimal pairs and others"):
+        read_suites(folder, tokenizer, SPECIAL)
+    lines = write_lines(tmp_path / "x.jsonl", [{"words": "The list"}])
+    with pytest.raises(ConfigError, match=r"x.jsonl, line 1: \"sentence_good\" is missing, and the fields \(words\)"):
+        read_suites(lines, tokenizer, SPECIAL)

@@ -11,7 +11,8 @@ from helpers.tiny_runs import TEXT, flags, make_inputs, run, train_on
 from tokenizers import Tokenizer
 
 from evaluation import minimal_pairs
-from evaluation.pair_accuracy import PairAccuracy, read_pair_sets
+from evaluation.pair_accuracy import read_pair_sets
+from evaluation.suites import ZeroShot
 from model_extra import GPTBert
 from train_single_gpu import main as train
 from training.checkpoint import write_checkpoint
@@ -209,7 +210,7 @@ def test_pair_accuracy_in_training_is_the_same_on_one_rank_and_on_two(tmp_path, 
         else:
             assert train(arguments, single_world) == 0
             printed = capsys.readouterr().out
-        assert "minimal pairs (EMA): pairs masked" in printed
+        assert "zero-shot (EMA): pairs masked" in printed
         records = read_metrics(tmp_path / "runs" / name / "metrics.jsonl")
         found[name] = [record for record in records if "eval/masked/pairs" in record]
     assert [record["step"] for record in found["one"]] == [2, 4]
@@ -242,6 +243,6 @@ def test_bad_pairs_are_refused_before_training(tmp_path):
         known = {name: values[name] for name in ("train_path", "config_file", "tokenizer_path", "output_dir", "name")}
         given = {key: v if isinstance(v, int) else str(v) for key, v in options.items()}
         with pytest.raises(ConfigError) as caught:
-            PairAccuracy.read(read_inputs(TrainingConfig(**known, **given)))
+            ZeroShot.read(read_inputs(TrainingConfig(**known, **given)))
         assert str(caught.value).startswith(words)
     assert not (tmp_path / "runs").exists()

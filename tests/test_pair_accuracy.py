@@ -7,7 +7,8 @@ import pytest
 import torch
 from helpers.tiny_evaluation import reference, tiny_config, tiny_model
 from helpers.tiny_runs import TEXT, train_on
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
 
 from evaluation.minimal_pairs import TEMPERATURES, select_temperature, selecting_half, summarise
 from evaluation.pair_accuracy import (
@@ -16,19 +17,19 @@ from evaluation.pair_accuracy import (
     PairSet,
     accuracy,
     by_group,
-    evaluate_pairs,
     grouping_fields,
     mean_accuracy,
 )
+from evaluation.suites import measure_suites, pair_suite
 from evaluation.token_log_probs import (
     BatchShape,
     SpecialIds,
-    TokenizedSentences,
     encode_sentences,
     log_probabilities,
     sentence_sums,
     token_scores,
 )
+from evaluation.validation import evaluation_mode
 from model_extra import GPTBert
 from training.distributed import World
 from training.environment import Environment
@@ -167,15 +168,13 @@ def test_a_model_trained_to_prefer_something_is_right_always():
         optimizer.zero_grad()
 
     def metrics(texts: list[tuple[list[int], list[int]]]) -> dict[str, float]:
-        # The scorer is given ids instead of text.
-        scorer = PairScorer([PairSet("s", pairs_of([("x", "y")] * len(texts)))], word_tokenizer(), SPECIAL)
-        both = [[1, *ids, 2] for pair in texts for ids in pair]
-        flat = np.concatenate(both)
-        starts = np.cumsum([0, *(len(ids) for ids in both)])
-        scorer.sentences = TokenizedSentences(
-            flat, np.arange(len(flat)), starts, np.ones(len(both), int), np.array([len(ids) - 2 for ids in both])
-        )
-        return evaluate_pairs(model, scorer, WORLD, BatchShape(4, 16), "all", autocast=False)
+        words = WordLevel({"<unk>": 0, **{f"w{number}": number for number in range(16, vocab)}}, unk_token="<unk>")
+        tokenizer = Tokenizer(words)
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        pairs = pairs_of([tuple(" ".join(f"w{n}" for n in ids) for ids in pair) for pair in texts])
+        suite = pair_suite(PairSet("s", pairs), tokenizer, SPECIAL)
+        with evaluation_mode(model):
+            return measure_suites(model, [suite], SPECIAL, WORLD, BatchShape(4, 16), "all", autocast=False)
 
     preferred = [(ids, ids[::-1]) for ids in good]
     assert model.training
@@ -183,12 +182,6 @@ def test_a_model_trained_to_prefer_something_is_right_always():
     assert metrics(preferred) == expected
     assert model.training  # the mode is restored
     assert set(metrics([(bad, ids) for ids, bad in preferred]).values()) == {0.0}
-
-
-def word_tokenizer() -> Tokenizer:
-    from tokenizers.models import WordLevel
-
-    return Tokenizer(WordLevel({"<unk>": 0, "x": 16, "y": 17}, unk_token="<unk>"))
 
 
 # Statistics

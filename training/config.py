@@ -138,7 +138,7 @@ def _check_choices(config: TrainingConfig) -> None:
     """What one flag asks for, another does not take back."""
     if config.evaluate_every and not config.evaluate_data:
         raise ConfigError(
-            f"--evaluate_every is {config.evaluate_every} but there is no --evaluate_data; name its minimal pairs"
+            f"--evaluate_every is {config.evaluate_every} but there is no --evaluate_data; name its zero-shot suites"
         )
     if config.reset and not config.checkpoint_filename and config.resume in ("auto", "never"):
         raise ConfigError(f"--reset is {','.join(config.reset)} but no checkpoint is named; give --resume PATH, too")

@@ -316,8 +316,8 @@ class Flags:
     )
     evaluate_data: str = _flag(
         "",
-        "minimal pairs to evaluate the averaged weights on: a folder of .jsonl files with sentence_good and "
-        "sentence_bad, of such folders, or one file",
+        "zero-shot suites to evaluate the averaged weights on: a file, or a folder of files and folders, of minimal "
+        "pairs (sentence_good, sentence_bad), EWoK, entity tracking, COMPS, WUG, reading times, SyntaxGym or LAMBADA",
         "logs",
         path=True,
     )
@@ -326,7 +326,7 @@ class Flags:
     )
     evaluate_mode: str = _flag(
         "all",
-        "how minimal pairs are scored: masked (each token masked in turn), causal, fused (the mean of both) or all",
+        "how these are scored: masked (each token masked in turn), causal, fused (the mean of both) or all",
         "logs",
         choices=("all", "masked", "causal", "fused"),
     )

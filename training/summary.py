@@ -153,8 +153,8 @@ def _data_lines(inputs: Inputs) -> str:
     return ("\n" + " " * 16).join(lines)
 
 
-def describe(inputs: Inputs, world: World, split: str, parameters: int, start_step: int, pairs: str = "") -> str:
-    """The start-up block. pairs: what --evaluate_data holds, in words."""
+def describe(inputs: Inputs, world: World, split: str, parameters: int, start_step: int, zero_shot: str = "") -> str:
+    """The start-up block. zero_shot: what --evaluate_data holds, in words."""
     config, plan, model = inputs.config, inputs.plan, inputs.model_config
     last = config.max_steps - 1
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
@@ -186,7 +186,7 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
         f"{model.position_embedding} positions)",
         "data": _data_lines(inputs),
         "validation": _validation_line(inputs),
-        "minimal pairs": pairs or "none (--evaluate_data)",
+        "zero-shot": zero_shot or "none (--evaluate_data)",
         "objective": f"{others}{_ratio(inputs)} of rows masked, {_masks(config)}, split {split}{hint}",
         "batch, start": _batch_line(inputs, 0, world),
         "batch, end": _batch_line(inputs, last, world),

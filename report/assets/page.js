@@ -87,7 +87,7 @@
     if (low > high) return null;
     const log = (chart.log || (state.log && chart.format === "loss")) && least < Infinity && high > 0;
     if (log) { const pad = Math.max((high / least) ** 0.04, 1.01); return { low: least / pad, high: high * pad, log }; }
-    if (chart.range) [low, high] = [Math.min(chart.range[0], chart.reference) - 0.01, chart.range[1]];
+    if (chart.range) [low, high] = [Math.min(chart.range[0], chart.reference ?? chart.range[0]) - 0.01, chart.range[1]];
     else if (chart.reference !== undefined) { low = Math.min(low, chart.reference); high = Math.max(high, chart.reference); }
     if (chart.zero) low = Math.min(0, low);
     const pad = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
