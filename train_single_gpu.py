@@ -66,10 +66,8 @@ def main(
             end.closes(Watchdog(config, world))
         state = TrainState.create(config, inputs.model_config, inputs.builder.options, world, start.checkpoint)
         if world.is_main:
-            summary = describe(
-                inputs, world, split, state.parameters, state.step, zero_shot.summary if zero_shot else ""
-            )
-            print(summary, flush=True)
+            offered, part = zero_shot.summary if zero_shot else "", state.gradients.largest_part
+            print(describe(inputs, world, split, state.parameters, state.step, offered, part), flush=True)
         status = StatusFile(config.run_folder, world.environment, config.max_steps)
         size, hours = state.checkpoint_bytes, start.hours
         conditions = StopConditions(config, end.signals, world.environment, start.attempt, size, hours)

@@ -64,7 +64,9 @@ class Evaluations:
                 log.log(found)
                 log.say(validation_line(found))
                 texts = (held_out.corpus, inputs.tokenizer_text, config)
-                log.log_samples(lambda: sample_texts(state, *texts, self._wanted))
+                if config.validation_samples:
+                    with state.ema.swapped_in(state.model):  # by all ranks, though one samples
+                        log.log_samples(lambda: sample_texts(state, *texts, self._wanted))
             if PLUGINS in kinds:
                 for plugins in until_stop([self._plugins], state.world, self._wanted):
                     found = plugins.evaluate(state, inputs, log.say)

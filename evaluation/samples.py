@@ -136,7 +136,8 @@ def sample_texts(
     config: TrainingConfig,
     wanted: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
-    """Samples of a run's averaged weights, --validation_samples of each kind, of documents of a held-out corpus.
+    """Samples of a run's averaged weights, which its model has, --validation_samples of each kind, of documents of a
+    held-out corpus.
 
     For one rank, on its own. The model is left as it was, whatever happens. wanted: whether the run is to stop, which
     leaves no samples.
@@ -148,7 +149,7 @@ def sample_texts(
     loaded = LoadedModel.of(model, Tokenizer.from_str(tokenizer_text), roles)
     # A shape of its own for a few texts is not worth a compilation.
     stance = torch.compiler.set_stance("force_eager") if config.compile else contextlib.nullcontext()
-    with contextlib.suppress(Abandoned), state.ema.swapped_in(model), stance, evaluation_mode(model):
+    with contextlib.suppress(Abandoned), stance, evaluation_mode(model):
         prompts, clozes = corpus_texts(loaded, corpus, count)
         found = [*continue_prompts(loaded, prompts, wanted), *fill_clozes(loaded, clozes, wanted)]
         return labelled(found, state.step)

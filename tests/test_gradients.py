@@ -172,9 +172,9 @@ SMALL_BUCKETS = """
 import functools, sys
 sys.path.insert(0, {root!r})
 import train_single_gpu
-import training.state
 from training.distributed import start_world
-training.state.GradientBuckets = functools.partial(training.state.GradientBuckets, bucket_bytes=20_000)
+from training.state import TrainState
+TrainState.create = functools.partial(TrainState.create, bucket_bytes=20_000)
 sys.exit(train_single_gpu.main(sys.argv[1:], start_world))
 """
 
@@ -205,30 +205,37 @@ def test_recorded_steps_of_two_gpus_are_those_of_one(
     inputs = make_inputs(tmp_path / "inputs", hidden_size=128, intermediate_size=256, num_attention_heads=4)
     options = {"device": "cuda", "learning_rate": 1e-3, "local_batch_size": 8, "max_steps": 24, "validate_every": 0}
     losses = {}
-    for name, ranks, reference, dtype in (
-        ("one", 0, "", "float32"),
-        ("two", 2, "", "float32"),
-        ("hooks", 2, "graphs", "float32"),
-        ("bfloat16", 2, "", "bfloat16"),
+    for name, ranks, reference, dtype, sharding in (
+        ("one", 0, "", "float32", "none"),
+        ("two", 2, "", "float32", "none"),
+        ("hooks", 2, "graphs", "float32", "none"),
+        ("bfloat16", 2, "", "bfloat16", "none"),
+        ("zero1", 2, "", "float32", "zero1"),
+        ("zero1_reference", 2, "optimizer", "float32", "zero1"),
+        ("zero1_bfloat16", 2, "", "bfloat16", "zero1"),
     ):
         monkeypatch.setenv("HYBRID_REFERENCE", reference)
-        choices = {"compile": True, "mixed_precision": False, "allreduce_dtype": dtype}
+        choices = {"compile": True, "mixed_precision": False, "allreduce_dtype": dtype, "sharding": sharding}
         script = small_buckets if ranks else None
         done = run(flags(inputs, tmp_path, name, **options, **choices), ranks, script=script)
         assert "without CUDA graphs" not in done.stderr
         losses[name] = [line["train/loss"] for line in training_lines(tmp_path / name)]
-    for name, bound in (("two", 1e-5), ("hooks", 1e-5), ("bfloat16", 2e-3)):
+    for name in losses:
+        bound = 2e-3 if name.endswith("bfloat16") else 1e-5
         assert losses[name] == pytest.approx(losses["one"], rel=bound), name
     assert losses["bfloat16"] != pytest.approx(losses["two"], rel=1e-9), "nothing was rounded"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
-def test_a_normal_step_of_two_gpus_never_waits_for_the_device(tmp_path: Path):
+@pytest.mark.parametrize("sharding", ["none", "zero1"])
+def test_a_normal_step_of_two_gpus_never_waits_for_the_device(tmp_path: Path, sharding: str):
     """Rows of three lengths, graphs and many buckets; test_weight_update.py has other runs, of one GPU."""
     inputs = make_inputs(tmp_path / "inputs", hidden_size=64)
     options = {"device": "cuda", "batch_reduction": 1, "max_steps": 120, "log_stats_every": 2, "check_ranks_every": 5}
-    done = run(flags(inputs, tmp_path, **options), 2, script=ROOT / "tests" / "helpers" / "no_host_sync.py")
+    done = run(
+        flags(inputs, tmp_path, sharding=sharding, **options), 2, script=ROOT / "tests" / "helpers" / "no_host_sync.py"
+    )
     records = json.loads(done.stdout.splitlines()[-1])
     assert len(records) == 3
     assert min(map(len, records.values())) > 10, "a row length has too few steps after those that record graphs"

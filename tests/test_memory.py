@@ -73,6 +73,12 @@ def test_a_rank_that_is_causal_alone_has_a_target_at_every_position():
     assert alone - together == pytest.approx(targets * model.vocab_size * 4 / 2**30)
 
 
+def test_sharding_takes_moments_and_average_apart():
+    model = ModelConfig.from_json(CONFIGS / "base.json")
+    none, zero1 = (estimate(model, 32768, ranks=4, sharding=sharding) * 2**30 for sharding in ("none", "zero1"))
+    assert none - zero1 == pytest.approx(12 * 3 / 4 * parameters(model))
+
+
 def test_activations_computed_anew_are_not_kept():
     """Base, 12 layers: a sublayer's activations stay once instead of twelve times."""
     model = ModelConfig.from_json(CONFIGS / "base.json")

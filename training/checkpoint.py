@@ -65,11 +65,14 @@ class Checkpoint:
         """Optimizer steps done when it was written."""
         return int(self.record["step"])
 
-    def tensors(self, name: str, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-        """The tensors of `NAME.safetensors`."""
-        from safetensors.torch import load_file
+    def tensors(
+        self, name: str, device: str | torch.device = "cpu", wanted: Callable[[str], bool] = lambda name: True
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of `NAME.safetensors` whose names are `wanted`; no others are read."""
+        from safetensors import safe_open
 
-        return load_file(self.path / f"{name}.safetensors", device=str(device))
+        with safe_open(self.path / f"{name}.safetensors", framework="pt", device=str(device)) as file:
+            return {key: file.get_tensor(key) for key in file.keys() if wanted(key)}  # noqa: SIM118 - no dict
 
 
 def checkpoint_bytes(parameters: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,26 @@ class Ema:
     Starts as a copy of the parameters. Buffers are not averaged: the models here have none.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        """decay in [0, 1] per step, which may be set anew before each; raises ValueError outside."""
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float,
+        owned: Collection[nn.Parameter] | None = None,
+        share: Callable[[], None] = lambda: None,
+    ) -> None:
+        """decay in [0, 1] per step, which may be set anew before each; raises ValueError outside.
+
+        owned: the parameters that this rank averages (None: all); share gives all ranks the weights of their owners.
+        """
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA decay {decay} is outside [0, 1].")
         self.decay = decay
-        self._average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self._share = share
+        self._average = {
+            name: parameter.detach().clone()
+            for name, parameter in model.named_parameters()
+            if owned is None or parameter in owned
+        }
 
     def update(self, model: nn.Module) -> None:
         """Take the model's present weights into the average; call once after each optimizer step."""
@@ -33,21 +47,27 @@ class Ema:
             torch._foreach_lerp_(list(averages.values()), list(averages), 1 - self.decay)
 
     def by_parameter(self, model: nn.Module) -> dict[nn.Parameter, Tensor]:
-        """The average of each of the model's parameters; not copies."""
-        return {parameter: self._average[name] for name, parameter in model.named_parameters()}
+        """The average of each of the model's parameters that this rank averages; not copies."""
+        parameters = dict(model.named_parameters())
+        return {parameters[name]: average for name, average in self._average.items()}
 
     @contextlib.contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[None]:
-        """Give `model` the averaged weights inside the `with` block, and its own back, bit for bit, afterwards."""
+        """Give `model` the averaged weights inside the `with` block, and its own back, bit for bit, afterwards.
+
+        For all ranks together.
+        """
         with torch.no_grad():
             parameters = list(self._parameters(model).values())
             own = [parameter.clone() for parameter in parameters]
             torch._foreach_copy_(parameters, list(self._average.values()))
+        self._share()
         try:
             yield
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(parameters, own)
+            self._share()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages by parameter name, as `model.load_state_dict` takes them; not copies."""

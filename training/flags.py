@@ -403,12 +403,9 @@ class Flags:
         200, "restarts of one job after which it fails instead of starting again", "jobs", at_least(0)
     )
     max_fruitless_starts: int = _flag(
-        2,
-        "starts of one job in a row that leave no new checkpoint behind, after which it fails instead of starting "
-        "again; those that a signal ended do not count",
-        "jobs",
-        at_least(1),
-    )
+        2, "starts of one job in a row that leave no new checkpoint behind, after which it fails instead of starting "
+        "again; those that a signal ended do not count", "jobs", at_least(1),
+    )  # fmt: skip
     time_limit_margin: float = _flag(
         60.0,
         "seconds that stay free before the job's time limit, besides the measured time of a save, when the run saves "
@@ -434,6 +431,11 @@ class Flags:
     compile: bool | None = _flag(
         None, "torch.compile the model (default: on CUDA yes, on the CPU no)", "hardware", kind=bool
     )
+    sharding: str = _flag(
+        "none", "zero1: each rank keeps moments and average of a part of the weights, updates these and sends them to "
+        "the others: 12 bytes a parameter less memory, but for the rank's part; the same result to rounding",
+        "hardware", choices=("none", "zero1"),
+    )  # fmt: skip
     activation_checkpointing: str = _flag(
         "none", "activations that the backward pass computes anew instead of keeping them: mlp, of feed-forwards; "
         "layer, of attention, too; the same result with less memory and more time", "hardware",

@@ -1,4 +1,10 @@
-"""Data parallelism: gradients in a few flat buffers, summed over ranks while the backward pass fills the next."""
+"""Data parallelism: gradients in a few flat buffers, summed over ranks while the backward pass fills the next.
+
+With --sharding zero1 (Rajbhandari et al. 2020, "ZeRO", section 5.1) each buffer has an owner, which alone gets its sum,
+keeps moments and average of its parameters, updates them, and gives the weights to all. Buffers hold whole tensors and
+are never cut into slices: so an update is computed as without sharding, by the same kernels, whatever it needs of a
+tensor: LAMB its norms, Muon the matrix.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +18,12 @@ from torch import nn
 
 from model_protocol import PretrainingModel
 from training.distributed import World
-from training.rank_checks import check_same_model
 
 BUCKET_BYTES = 32 * 2**20  # about a layer of base; each is a message of its own
 _SUM = "all_reduce of gradients"
+_WEIGHTS = "broadcast of weights"
+_OWNED = 4  # buckets a rank has with zero1, if tensors are small enough: so that all have about as much
 _ALIGNMENT = 64  # elements between beginnings of gradients: 256 bytes, so that kernels read whole vectors
-
-
-def broadcast_parameters(model: nn.Module, world: World) -> None:
-    """Give rank 0's weights to all ranks: the seed's random numbers may differ in the last bit from host to host.
-
-    Raises ConfigError on all ranks where a rank has another model.
-    """
-    if world.size == 1:
-        return
-    check_same_model(model, world)
-    with world.collective("broadcast of parameters"):
-        for tensor in model.state_dict().values():
-            dist.broadcast(tensor, src=0)
 
 
 @dataclass(frozen=True)
@@ -37,10 +31,12 @@ class _Bucket:
     gradients: torch.Tensor  # flat: the gradients of some parameters, one after the other
     sent: torch.Tensor  # what is summed: the gradients themselves, or room for their bfloat16 copy
     parameters: int
+    owner: int | None = None  # the rank that gets the sum, with zero1; None: all
+    weights: torch.Tensor | None = None  # with zero1, as flat as the gradients
 
 
 class GradientBuckets:
-    """Gradient buckets of a model, and their sums over ranks.
+    """Gradient buckets of a model, their sums over ranks, and with zero1 their owners.
 
     Gradients are sums, not means: every loss is divided by global counts already. On several ranks they lie in flat
     buckets in the order of the backward pass, and a bucket is summed as soon as it is full (Li et al. 2020, "PyTorch
@@ -55,26 +51,38 @@ class GradientBuckets:
         allreduce_dtype: str = "float32",
         stay: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
+        sharded: bool = False,
     ) -> None:
         """allreduce_dtype: in which sums are taken: "float32", or "bfloat16" for half the traffic and rounded sums.
         stay: gradients keep their addresses between steps on one rank, too, by which CUDA graphs know them.
+        sharded: buckets have owners (zero1), where there are several ranks; the model's weights move into them.
         """
-        self._model, self._world = model, world
+        self.sharded = sharded and world.size > 1
+        self._owned: set[nn.Parameter] = set()
+        self._model, self.world = model, world
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, int] = {}
         self._full: Callable[[_Bucket], None] | None = None  # what to do with the next full bucket
         self._next, self._missing = 0, list[int]()
         self._sums: list[dist.Work] = []
         self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        self.largest_part = 1.0  # of moments and average, on the rank that has most of them
         if world.size == 1 and not stay:
             return
-        group: list[nn.Parameter] = []
         parameters = model.backward_order()
-        for number, parameter in enumerate(parameters):
-            group.append(parameter)
-            if number + 1 == len(parameters) or 4 * sum(map(_places, group)) >= bucket_bytes:
-                self._add_bucket(group, allreduce_dtype == "bfloat16")
-                group = []
+        if self.sharded:
+            bucket_bytes = min(bucket_bytes, 4 * sum(map(_places, parameters)) // (_OWNED * world.size))
+        groups: list[list[nn.Parameter]] = [[]]
+        for parameter in parameters:
+            if 4 * sum(map(_places, groups[-1])) >= bucket_bytes:
+                groups.append([])
+            groups[-1].append(parameter)
+        sizes = [sum(map(_places, group)) for group in groups]
+        owners = balanced(sizes, world.size) if self.sharded else [None] * len(groups)
+        for group, owner in zip(groups, owners, strict=True):
+            self._add_bucket(group, allreduce_dtype == "bfloat16", owner)
+        loads = [sum(size for size, of in zip(sizes, owners, strict=True) if of == rank) for rank in range(world.size)]
+        self.largest_part = max(loads) / sum(sizes) if self.sharded else 1.0
         if world.size > 1:
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(self._completed)
@@ -115,13 +123,44 @@ class GradientBuckets:
         self._next = len(marks)
         self._finish()
 
-    def _add_bucket(self, parameters: Sequence[nn.Parameter], in_bfloat16: bool) -> None:
+    @property
+    def owned(self) -> set[nn.Parameter] | None:
+        """The parameters that this rank updates and keeps moments and averages of; None: all."""
+        return self._owned if self.sharded else None
+
+    def norms(self, groups: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """With owners, the norm of each group's tensors on all ranks together, of which this rank gives its own."""
+        zero = torch.zeros((), device=self.world.device)
+        norms = torch.stack([torch.nn.utils.get_total_norm(group) if group else zero for group in groups])
+        return self.world.all_reduce(norms.square(), "gradient norms").sqrt()
+
+    def share_weights(self) -> None:
+        """With owners, give all ranks the weights that they have now; without, nothing."""
+        sent = []
+        for bucket in self._buckets if self.sharded else ():
+            assert bucket.weights is not None
+            assert bucket.owner is not None
+            with self.world.collective(_WEIGHTS):
+                sent.append(dist.broadcast(bucket.weights, src=bucket.owner, async_op=True))
+        for work in sent:
+            with self.world.collective(_WEIGHTS):
+                work.wait()
+
+    def _add_bucket(self, parameters: Sequence[nn.Parameter], in_bfloat16: bool, owner: int | None) -> None:
         flat = torch.zeros(sum(map(_places, parameters)), device=parameters[0].device)
-        for parameter, place in zip(parameters, flat.split([_places(p) for p in parameters]), strict=True):
+        places = [_places(parameter) for parameter in parameters]
+        for parameter, place in zip(parameters, flat.split(places), strict=True):
             parameter.grad = place[: parameter.numel()].view_as(parameter)
             self._bucket_of[parameter] = len(self._buckets)
-        sent = torch.empty_like(flat, dtype=torch.bfloat16) if in_bfloat16 and self._world.size > 1 else flat
-        self._buckets.append(_Bucket(flat, sent, len(parameters)))
+        sent = torch.empty_like(flat, dtype=torch.bfloat16) if in_bfloat16 and self.world.size > 1 else flat
+        weights = None
+        if owner is not None:
+            weights = torch.zeros_like(flat)
+            for parameter, place in zip(parameters, weights.split(places), strict=True):
+                parameter.data = place[: parameter.numel()].view_as(parameter).copy_(parameter.data)
+        if owner == self.world.rank:
+            self._owned.update(parameters)
+        self._buckets.append(_Bucket(flat, sent, len(parameters), owner, weights))
 
     @contextmanager
     def _follow(self, full: Callable[[_Bucket], None]) -> Iterator[None]:
@@ -145,22 +184,34 @@ class GradientBuckets:
     def _send(self, bucket: _Bucket) -> None:
         if bucket.sent is not bucket.gradients:
             bucket.sent.copy_(bucket.gradients)
-        with self._world.collective(_SUM):
-            work = dist.all_reduce(bucket.sent, async_op=True)
+        with self.world.collective(_SUM):
+            if bucket.owner is None:
+                work = dist.all_reduce(bucket.sent, async_op=True)
+            else:
+                work = dist.reduce(bucket.sent, dst=bucket.owner, async_op=True)
         assert work is not None
         self._sums.append(work)
 
     def _finish(self) -> None:
-        if self._world.size == 1:
+        if self.world.size == 1:
             return
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
         for bucket, work in zip(self._buckets, self._sums, strict=True):
-            with self._world.collective(_SUM):
+            with self.world.collective(_SUM):
                 work.wait()
-            if bucket.sent is not bucket.gradients:
+            if bucket.sent is not bucket.gradients and bucket.owner in (None, self.world.rank):
                 bucket.gradients.copy_(bucket.sent)
         self._sums.clear()
+
+
+def balanced(sizes: Sequence[int], ranks: int) -> list[int]:
+    """An owner for each of `sizes`, so that ranks have about as much: the largest first, to whom has least."""
+    loads, owners = [0] * ranks, [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        owners[number] = loads.index(min(loads))
+        loads[owners[number]] += sizes[number]
+    return owners
 
 
 def _places(parameter: nn.Parameter) -> int:

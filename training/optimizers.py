@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from importlib import import_module
+from itertools import compress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,7 +19,10 @@ from ops.lamb import Lamb
 from ops.lamb_cuda import FusedLamb, Settings, Tensors, available, fits
 from ops.muon import Muon
 from ops.reference import reference_chosen
+from training.distributed import World
 from training.ema import Ema
+from training.flags import ConfigError
+from training.gradients import GradientBuckets
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _GROUP = "group:"  # and its number: stands where else a parameter's name does
@@ -93,6 +98,13 @@ def _with_matrices(groups: list[dict[str, Any]], model: nn.Module, options: Matr
     return [group for group in split if group["params"]]
 
 
+def _part(group: dict[str, Any], owned: Collection[nn.Parameter]) -> dict[str, Any]:
+    """A group with those of its parameters that are `owned`."""
+    kept = [parameter in owned for parameter in group["params"]]
+    of_each = {name: list(compress(group[name], kept)) for name in ("params", "projections") if name in group}
+    return group | of_each
+
+
 class OptimizerKind(NamedTuple):
     """make: of parameter groups, lr, betas, eps and weight_decay. defaults: further arguments of it.
 
@@ -164,10 +176,12 @@ def make_optimizer(
     matrices: MatrixOptions | None = None,
     rates: Mapping[str, float] = MappingProxyType({}),
     decays: Mapping[str, float] = MappingProxyType({}),
+    owned: Collection[nn.Parameter] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer `name` (`optimizer_kind`) over the model's parameter groups, where the model's weights are.
 
     A group's rate is lr times its "rate_factor", where it has one. matrices: for Muon. rates, decays: factors by role.
+    owned: the parameters that this rank updates (None: all); ranks have the same groups, some of them empty.
     """
     kind, groups = optimizer_kind(name), split_by_role(parameter_groups(model, weight_decay), model, rates, decays)
     further = dict(kind.defaults)
@@ -176,6 +190,8 @@ def make_optimizer(
         groups = _with_matrices(groups, model, matrices)
         further |= {"momentum": matrices.momentum, "cautious": matrices.cautious}
     groups = [group | {"lr": lr * group.get("rate_factor", 1.0)} for group in groups]
+    if owned is not None:
+        groups = [_part(group, owned) for group in groups]
     return kind.make(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **further)
 
 
@@ -215,7 +231,13 @@ def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str,
                 continue  # the number of steps done
             if not _add(tensors, entry, name, value):
                 raise TypeError(f"the optimizer keeps {entry!r} of {name} as {type(value).__name__}: cannot be saved")
-    if tensors and not isinstance(optimizer, Lamb | torch.optim.AdamW):
+    return tensors | _of_groups(optimizer) if tensors else tensors
+
+
+def _of_groups(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What an optimizer by its dotted name keeps of its groups, as `named_state` names it."""
+    tensors: dict[str, Tensor] = {}
+    if not isinstance(optimizer, Lamb | torch.optim.AdamW):
         for number, group in enumerate(optimizer.param_groups):
             for entry in sorted(group.keys() - _GIVEN):
                 if not isinstance(group[entry], bool):  # a setting
@@ -298,9 +320,19 @@ class OptimizerStep:
     Both leave the same state behind, to float rounding, and may alternate.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema, max_norm: float) -> None:
-        """max_norm: of all gradients taken as one vector; infinity only measures it."""
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ema: Ema,
+        max_norm: float,
+        buckets: GradientBuckets | None = None,
+    ) -> None:
+        """max_norm: of all gradients taken as one vector; infinity only measures it. buckets: say who updates what."""
         self.model, self.optimizer, self.ema, self.max_norm = model, optimizer, ema, max_norm
+        self._buckets = buckets if buckets is not None and buckets.sharded else None
+        # What an optimizer of another package keeps of all parameters together is not known before its first step.
+        self._compares = self._buckets is not None and not isinstance(optimizer, Lamb | torch.optim.AdamW)
         parameters = list(model.parameters())
         wanted = not reference_chosen("optimizer") and type(optimizer) is Lamb
         self._fused = None
@@ -312,10 +344,36 @@ class OptimizerStep:
 
         The norm is a tensor on their device, and nothing waits for it: one that is not finite is the caller's to
         notice. Parameters without gradient stay as they are. What becomes of the gradients is not defined.
+        Raises ConfigError for an optimizer that cannot be sharded.
         """
-        with_gradient = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        if self._buckets is None:
+            return self._update(parameters, self.max_norm)
+        parameters = [parameter for parameter in parameters if parameter in (self._buckets.owned or ())]
+        norm = self._buckets.norms([[p.grad for p in parameters if p.grad is not None]])[0]
+        if self.max_norm < math.inf:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm, foreach=True)
+        self._update(parameters, math.inf)
+        if self._compares:
+            self._check_groups(self._buckets.world)
+            self._compares = False
+        self._buckets.share_weights()
+        return norm
+
+    def _check_groups(self, world: World) -> None:
+        """Refuse an optimizer whose groups keep what depends on all parameters, of which each rank has a part."""
+        own = {key: tensor.tolist() for key, tensor in _of_groups(self.optimizer).items()}
+        everyone = world.all_gather_objects(own, "what the optimizer keeps of groups")
+        if odd := [key for key in everyone[0] if any(other.get(key) != everyone[0][key] for other in everyone)]:
+            raise ConfigError(
+                f"--sharding zero1: {type(self.optimizer).__name__} computes {odd[0].partition('/')[0]} from all "
+                "parameters together, of which each rank has a part; take --sharding none"
+            )
+
+    def _update(self, with_gradient: list[nn.Parameter], max_norm: float) -> Tensor:
+        """`__call__` for the parameters that this rank updates."""
         if self._fused is None or not all(fits(p.grad) for p in with_gradient if p.grad is not None):
-            norm = clip_gradients(with_gradient, self.max_norm)
+            norm = clip_gradients(with_gradient, max_norm)
             self.optimizer.step()
             self.ema.update(self.model)
             return norm
@@ -329,6 +387,6 @@ class OptimizerStep:
             settings = Settings(group["lr"], group["betas"], group["eps"], group["weight_decay"], group["step"])
             tensors = (parameters, gradients, *self.optimizer.moments(parameters))
             groups.append((settings, Tensors(*tensors, [averages.pop(parameter) for parameter in parameters])))
-        norm = self._fused(groups, self.max_norm, self.ema.decay)
+        norm = self._fused(groups, max_norm, self.ema.decay)
         self.ema.take_in(averages)  # of parameters without gradient, if there are any
         return norm

@@ -175,7 +175,8 @@ class RankCheck:
 
 
 def begin_check(state: TrainState, world: World) -> RankCheck | None:
-    """Queue a comparison of all ranks' state; None for one rank. Nothing waits for the device."""
+    """Queue a comparison of what all ranks hold, with zero1 weights alone; None for one rank. Nothing waits for the
+    device."""
     if world.size == 1:
         return None
     tensors = {
@@ -183,6 +184,8 @@ def begin_check(state: TrainState, world: World) -> RankCheck | None:
         "average": state.ema.state_dict(),
         "moments": named_state(state.optimizer, state.model),
     }
+    if state.gradients.sharded:
+        tensors |= {"average": {}, "moments": {}}
     # An optimizer may keep numbers on the host.
     own = state.bit_sums([tensor.to(world.device) for part in _PARTS for tensor in tensors[part].values()])
     order = torch.arange(1, 2 * len(own), 2, device=own.device)  # odd: no flipped bit is lost, nor tensors that swap

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from data.atomic_io import write_atomically
 from data.objectives import added_objectives
 from training.checkpoint import FileImage, SaveError, give_name, prune, write_checkpoint
-from training.distributed import on_main
+from training.distributed import World, on_main
 from training.errors import NonFiniteError
 from training.inputs import Inputs
 from training.metric_logger import MetricLogger
@@ -53,6 +54,8 @@ def save(state: TrainState, saver: Saver | None, last: bool = False) -> None:
     check_ranks(state, state.world)  # what differs must not take the place of a good checkpoint
     tensors = state_tensors(state)
     check_finite(state, tensors)
+    if state.gradients.sharded:
+        tensors = {file: _gathered(of, state.world) if file != "model" else of for file, of in tensors.items()}
     on_main(state.world, lambda: saver is not None and saver.save(state, tensors, last))
 
 
@@ -66,22 +69,46 @@ def save_and_stop(state: TrainState, saver: Saver | None, conditions: StopCondit
 def check_finite(state: TrainState, tensors: Tensors) -> None:
     """Refuse to save weights, averages or moments that are not finite: one norm for each, one look at the device.
 
-    Raises NonFiniteError, on all ranks alike where all hold the same bits (see rank_checks.py).
+    Raises NonFiniteError, on all ranks alike: where each has its part of the state they tell each other, else all hold
+    the same bits (see rank_checks.py).
     """
     named = {f"{file}/{name}": value for file, part in tensors.items() for name, value in part.items()}
     named = {name: value.to(state.world.device) for name, value in named.items() if value.is_floating_point()}
     finite = torch.isfinite(torch.stack(torch._foreach_norm(list(named.values())))).tolist()
-    if bad := [name for name, good in zip(named, finite, strict=True) if not good]:
+    bad = [name for name, good in zip(named, finite, strict=True) if not good][:1]
+    if state.gradients.sharded:
+        bad = [name for names in state.world.all_gather_objects(bad, "names of bad state") for name in names]
+    if bad:
         raise NonFiniteError(f"step {state.step}, before its checkpoint: {bad[0]} is not finite")
 
 
 def state_tensors(state: TrainState) -> Tensors:
-    """All that a checkpoint holds of the state, by file; not copies."""
+    """All that a checkpoint holds of the state, by file; not copies. With zero1 of average and optimizer this rank's
+    part."""
     return {
         "model": state.model.state_dict(),
         "ema": state.ema.state_dict(),
         "optimizer": named_state(state.optimizer, state.model),
     }
+
+
+def _gathered(own: Mapping[str, torch.Tensor], world: World) -> dict[str, torch.Tensor]:
+    """Tensors of all ranks by name, on rank 0; one that several have is the first one's."""
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in own.items()}
+    found: dict[str, torch.Tensor] = {}
+    taken: set[str] = set()
+    for rank, of_rank in enumerate(world.all_gather_objects(shapes, "names of the state")):
+        for name, (dtype, shape) in of_rank.items():
+            if name in taken:
+                continue
+            taken.add(name)
+            mine = rank == world.rank
+            tensor = own[name].to(world.device) if mine else torch.empty(shape, dtype=dtype, device=world.device)
+            with world.collective("gathering of the state"):
+                dist.broadcast(tensor, src=rank)
+            if world.is_main:
+                found[name] = own[name] if mine else tensor.cpu()
+    return found
 
 
 class Snapshot:

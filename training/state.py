@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from data.counter_rng import fold
@@ -18,11 +20,18 @@ from model_protocol import PretrainingModel
 from ops.bit_sums import BitSums
 from training.checkpoint import Checkpoint, checkpoint_bytes, read_initial_weights
 from training.config import ConfigError, TrainingConfig
-from training.distributed import World
+from training.distributed import World, on_main
 from training.ema import Ema
 from training.forward_backward import ForwardBackward, compile_layers, graph_obstacle, recompute_activations
-from training.gradients import BUCKET_BYTES, GradientBuckets, broadcast_parameters
-from training.optimizers import MatrixOptions, OptimizerStep, load_named_state, make_optimizer, takes_over
+from training.gradients import BUCKET_BYTES, GradientBuckets
+from training.optimizers import (
+    MatrixOptions,
+    OptimizerStep,
+    load_named_state,
+    make_optimizer,
+    takes_over,
+)
+from training.rank_checks import check_same_model
 from training.status import checkpoint_folders
 
 _INITIALISATION = 301  # purpose of the key that seeds the initial weights
@@ -71,26 +80,23 @@ class TrainState:
 
         config: device defaults resolved. All ranks get rank 0's weights. Raises ConfigError where weights do not fit.
         """
-        model = _initial_model(config, model_config, checkpoint)
-        broadcast_parameters(model.to(world.device).train(), world)
-        optimizer = _optimizer(config, model)
-        ema = Ema(model, config.ema_decay)
+        model = _initial_model(config, model_config, checkpoint, world)
+        captures = not graph_obstacle(config, model_config, world.device)
+        sharded = config.sharding == "zero1"
+        gradients = GradientBuckets(model, world, config.allreduce_dtype, captures, bucket_bytes, sharded=sharded)
+        optimizer = _optimizer(config, model, gradients.owned)
+        ema = Ema(model, config.ema_decay, gradients.owned, gradients.share_weights)
         step, starts = _begin(config, checkpoint)
         if checkpoint is not None:
-            if starts["optimizer"] != step:
-                tensors = checkpoint.tensors("optimizer", world.device)
-                load_named_state(optimizer, model, tensors, step - starts["optimizer"])
-            ema.load_state_dict(checkpoint.tensors("ema", world.device))
+            _load(checkpoint, model, optimizer if starts["optimizer"] != step else None, ema, step, starts, world)
         recomputed = _recomputed(config, model)
         if config.compile:
             compile_layers(model, recomputed)
         recompute_activations(recomputed)
-        captures = not graph_obstacle(config, model_config, world.device)
-        gradients = GradientBuckets(model, world, config.allreduce_dtype, stay=captures, bucket_bytes=bucket_bytes)
         forward_backward = ForwardBackward(
             model, gradients, options, config.z_loss_weight, world.device, bool(config.mixed_precision), captures
         )
-        update = OptimizerStep(model, optimizer, ema, config.max_gradient or math.inf)
+        update = OptimizerStep(model, optimizer, ema, config.max_gradient or math.inf, gradients)
         return cls(step, world, model, gradients, optimizer, ema, update, forward_backward, starts)
 
 
@@ -114,8 +120,10 @@ def _begin(config: TrainingConfig, checkpoint: Checkpoint | None) -> tuple[int, 
     return step, starts
 
 
-def _optimizer(config: TrainingConfig, model: PretrainingModel) -> torch.optim.Optimizer:
-    """The optimizer that the flags ask for. Raises ConfigError."""
+def _optimizer(
+    config: TrainingConfig, model: PretrainingModel, owned: Collection[nn.Parameter] | None
+) -> torch.optim.Optimizer:
+    """The optimizer that the flags ask for, of the parameters that this rank owns. Raises ConfigError."""
     peak = config.learning_rate
     of_matrices = (config.matrix_learning_rate or peak) / peak
     matrices = MatrixOptions(of_matrices, config.matrix_momentum, config.cautious_weight_decay, config.rest_optimizer)
@@ -123,7 +131,7 @@ def _optimizer(config: TrainingConfig, model: PretrainingModel) -> torch.optim.O
     by_role = factors(config.learning_rate_by_role), factors(config.weight_decay_by_role)
     try:
         return make_optimizer(
-            model, config.optimizer, peak, betas, config.optimizer_eps, config.weight_decay, matrices, *by_role
+            model, config.optimizer, peak, betas, config.optimizer_eps, config.weight_decay, matrices, *by_role, owned
         )
     except (TypeError, ValueError) as error:  # of another package, perhaps
         raise ConfigError(f"--optimizer {config.optimizer} cannot be made: {error}") from error
@@ -141,21 +149,84 @@ def _recomputed(config: TrainingConfig, model: PretrainingModel) -> list[nn.Modu
     return parts
 
 
+def _load(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    ema: Ema,
+    step: int,
+    starts: Mapping[str, int],
+    world: World,
+) -> None:
+    """Restore this rank's part of optimizer (None: it begins anew) and average, of which nothing else is read."""
+    owned = ema.state_dict().keys()
+    if optimizer is not None:
+
+        def wanted(key: str) -> bool:
+            return (name := key.rpartition("/")[2]) in owned or name not in names
+
+        names = dict(model.named_parameters())
+        tensors = checkpoint.tensors("optimizer", world.device, wanted)
+        load_named_state(optimizer, model, tensors, step - starts["optimizer"])
+    ema.load_state_dict(checkpoint.tensors("ema", world.device, owned.__contains__))
+
+
+# Initial weights
+
+
+def broadcast_parameters(model: nn.Module, world: World) -> None:
+    """Give rank 0's weights to all ranks: the seed's random numbers may differ in the last bit from host to host.
+
+    Raises ConfigError on all ranks where a rank has another model.
+    """
+    if world.size == 1:
+        return
+    check_same_model(model, world)
+    with world.collective("broadcast of parameters"):
+        for tensor in model.state_dict().values():
+            dist.broadcast(tensor, src=0)
+
+
 def _initial_model(
-    config: TrainingConfig, model_config: ModelConfig, checkpoint: Checkpoint | None
+    config: TrainingConfig, model_config: ModelConfig, checkpoint: Checkpoint | None, world: World
 ) -> PretrainingModel:
-    """The model with the weights that training starts from, on the CPU."""
-    with torch.random.fork_rng(devices=[]):  # the seed decides, and nobody else's random numbers move
-        torch.manual_seed(fold(config.seed, _INITIALISATION) >> 1)
-        model = build_model(model_config)
+    """The model with the weights that training starts from, on the device: rank 0 reads or draws them."""
+    given = checkpoint is not None or bool(config.initial_weights)
+    model = _empty_model(model_config, world.device) if given or not world.is_main else None
+    if model is None:
+        with torch.random.fork_rng(devices=[]):  # the seed decides, and nobody else's random numbers move
+            torch.manual_seed(fold(config.seed, _INITIALISATION) >> 1)
+            model = build_model(model_config).to(world.device)
+    if given:
+        on_main(world, partial(_read_weights, model, config, checkpoint))
+    broadcast_parameters(model.train(), world)
+    return model
+
+
+def _empty_model(model_config: ModelConfig, device: torch.device) -> PretrainingModel | None:
+    """The model with memory for weights, none of which are drawn: that takes a minute for a billion of them.
+
+    None where a state_dict does not fill it: modules that share a parameter, or keep other tensors.
+    """
+    try:
+        with torch.device("meta"):
+            model = build_model(model_config)
+    except RuntimeError:  # it computes with its weights
+        return None
+    names = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
+    others = any(isinstance(value, torch.Tensor) for module in model.modules() for value in vars(module).values())
+    if others or len(set(model.parameters())) < len(dict(model.named_parameters(remove_duplicate=False))):
+        return None
+    return model.to_empty(device=device) if model.state_dict().keys() == set(names) else None
+
+
+def _read_weights(model: nn.Module, config: TrainingConfig, checkpoint: Checkpoint | None) -> None:
+    """Load the weights of a checkpoint or of --initial_weights. Raises ConfigError."""
     if checkpoint is not None:
         model.load_state_dict(checkpoint.tensors("model"))
-    elif config.initial_weights:
-        try:
-            model.load_state_dict(read_initial_weights(config.initial_weights))
-        except RuntimeError as error:
-            shown = " ".join(str(error).split())[:300]
-            raise ConfigError(
-                f"--initial_weights {config.initial_weights!r} does not fit the model: {shown}"
-            ) from error
-    return model
+        return
+    try:
+        model.load_state_dict(read_initial_weights(config.initial_weights))
+    except RuntimeError as error:
+        shown = " ".join(str(error).split())[:300]
+        raise ConfigError(f"--initial_weights {config.initial_weights!r} does not fit the model: {shown}") from error

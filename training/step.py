@@ -22,7 +22,6 @@ from data.objectives import OBJECTIVE_NAMES
 from data.plan import DataPlan, StepPlan
 from data.wording import ranks_text
 from model_config import ModelConfig
-from model_protocol import PretrainingModel
 from training.config import TrainingConfig
 from training.distributed import World
 from training.errors import NonFiniteError
@@ -72,7 +71,7 @@ def train_step(
 
     done = step + 1
     wants_norms = config.log_stats_every and done % config.log_stats_every == 0
-    extra = norms_by_role(state.model) if wants_norms else {}
+    extra = norms_by_role(state) if wants_norms else {}
     begun = state.starts["schedule"]
     at, length = step - begun, config.max_steps - begun
     rate = learning_rate(
@@ -167,16 +166,20 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", non_blocking=True)
 
 
-def norms_by_role(model: PretrainingModel) -> dict[str, torch.Tensor]:
+def norms_by_role(state: TrainState) -> dict[str, torch.Tensor]:
     """Norms of parameters and of their gradients (before clipping), by the part of the model."""
     groups: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        groups.setdefault(model.role_of(name), []).append(parameter)
-    norms = {}
-    for role, parameters in groups.items():
-        gradients = [p.grad for p in parameters if p.grad is not None]
+    for name, parameter in state.model.named_parameters():
+        groups.setdefault(state.model.role_of(name), []).append(parameter)
+    norms, owned = {}, state.gradients.owned
+    gradients = [
+        [p.grad for p in parameters if p.grad is not None and (owned is None or p in owned)]
+        for parameters in groups.values()
+    ]
+    of_gradients = [torch.nn.utils.get_total_norm(group) for group in gradients] if owned is None else ()
+    for (role, parameters), norm in zip(groups.items(), of_gradients or state.gradients.norms(gradients), strict=True):
         norms[f"stats/parameter_norm/{role}"] = torch.nn.utils.get_total_norm([p.detach() for p in parameters])
-        norms[f"stats/grad_norm/{role}"] = torch.nn.utils.get_total_norm(gradients)
+        norms[f"stats/grad_norm/{role}"] = norm
     return norms
 
 

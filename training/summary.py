@@ -153,8 +153,10 @@ def _data_lines(inputs: Inputs) -> str:
     return ("\n" + " " * 16).join(lines)
 
 
-def describe(inputs: Inputs, world: World, split: str, parameters: int, start_step: int, zero_shot: str = "") -> str:
-    """The start-up block. zero_shot: what --evaluate_data holds, in words."""
+def describe(
+    inputs: Inputs, world: World, split: str, parameters: int, start_step: int, zero_shot: str = "", part: float = 1.0
+) -> str:
+    """The start-up block. zero_shot: what --evaluate_data holds, in words. part: the largest, with zero1."""
     config, plan, model = inputs.config, inputs.plan, inputs.model_config
     last = config.max_steps - 1
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
@@ -196,6 +198,10 @@ def describe(inputs: Inputs, world: World, split: str, parameters: int, start_st
         "memory": f"about {_bytes(need)} of tensors a device (estimate; up to a fifth more is held in reserve)"
         + f", activations of --activation_checkpointing {anew} computed anew" * (anew != "none"),
     }
+    if config.sharding != "none":
+        saved = f"at most {part:.0%} on a rank; saves about {_bytes(12 * parameters * (1 - part))} a device"
+        parts = f"{config.sharding}, moments and average in {world.size} parts, {saved}"
+        lines["sharding"] = parts if world.size > 1 else "none: there is one rank"
     if named := inputs.named_checkpoints:
         lines["kept"] = _named_line(named, config.save_weights_only)
     if graphs and world.device.type == "cuda":
@@ -376,7 +382,8 @@ def memory_estimate(
     """
     size = 2 if config.mixed_precision else 4
     # Weights, gradients, two moments and the average in float32; autocast's copy of the weights.
-    states = parameters * (20 + (size if config.mixed_precision else 0))
+    parts = world_size if config.sharding == "zero1" else 1
+    states = parameters * (8 + 12 / parts + (size if config.mixed_precision else 0))
     per_step = (_largest_micro_batch(config, plan, step, world_size, split) for step in _ends_of_lengths(plan))
     return states + max(_activations(config, model, size, missing, *batch) for batch in per_step)
 

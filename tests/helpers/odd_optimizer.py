@@ -32,3 +32,13 @@ class OddOptimizer(torch.optim.Optimizer):
                 state["scale"].lerp_(gradient.abs().mean(), 0.1)
                 divisor = state["scale"] + state["norms"].mean().float() + 1 / state["count"]
                 parameter.sub_(gradient / divisor, alpha=group["lr"] * group["d"])
+
+
+class Coupled(torch.optim.SGD):
+    """SGD whose groups keep the norm of all their gradients together, which no rank with part of them knows."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            group["d"] = float(sum(p.grad.square().sum() for p in group["params"]))
+        return super().step(closure)

@@ -148,6 +148,22 @@ def flipped_average(rank: int) -> Iterator[None]:
 
 
 @fault
+def infinite_average(rank: int) -> Iterator[None]:
+    """An average that only rank 1 has, with zero1, becomes infinite before the first save."""
+    from training import saves
+
+    check = saves.check_finite
+
+    def faulty(state, tensors):
+        if rank == 1:
+            next(iter(tensors["ema"].values())).view(-1)[0] = float("inf")
+        check(state, tensors)
+
+    with mock.patch.object(saves, "check_finite", faulty):
+        yield
+
+
+@fault
 def stopped(rank: int) -> Iterator[None]:
     """Rank 1 is stopped after step 5, as by SIGSTOP from outside."""
     import train_single_gpu

@@ -1,0 +1,122 @@
+"""--sharding zero1: the run without it, whatever the optimizer, the number of ranks and where it is resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.ranks import Outcome, Run, run_ranks
+from helpers.tiny_runs import flags, make_inputs, training_lines
+
+import train_single_gpu
+from training.checkpoint import locate
+from training.distributed import single_world
+from training.gradients import balanced
+from training.metric_logger import read_metrics
+
+OPTIONS = {
+    "max_steps": 8, "save_every": 4, "validate_every": 0, "valid_path": "", "collective_timeout": 0.5,
+    "check_ranks_every": 3, "log_stats_every": 3, "warmup_proportion": 0.2,
+}  # fmt: skip
+OPTIMIZERS = {"lamb": "lamb", "normuon": "normuon", "nadam": "torch.optim.NAdam"}
+# name: what it must equal
+SAME = {
+    **{f"{name}_two": f"{name}_one" for name in OPTIMIZERS},
+    "lamb_two_four": "lamb_one",
+    "normuon_one_four": "normuon_one",
+    "nadam_two_one": "nadam_one",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Outcome]]]:
+    """Runs of 1 rank without, of 2 and 4 with zero1; those with two numbers of ranks resume what others began."""
+    folder = tmp_path_factory.mktemp("sharding")
+    inputs, home = make_inputs(folder / "inputs"), folder / "runs"
+
+    def options(name: str, sharding: str, resume: str = "", **further) -> list[str]:
+        given = {**OPTIONS, "sharding": sharding, "optimizer": OPTIMIZERS[name.partition("_")[0]], **further}
+        given |= {"resume": home / resume / "checkpoints" / "step_00000004"} if resume else {}
+        if name.startswith("lamb"):
+            held_out = {"validate_every": 4, "validation_samples": 1, "valid_path": inputs / "valid" / "*.shard"}
+            given |= {"max_gradient": 0, **held_out}
+        return flags(inputs, home, name, **given)
+
+    def single(*arguments: str) -> None:
+        assert train_single_gpu.main(options(*arguments), single_world) == 0
+
+    for optimizer in OPTIMIZERS:
+        single(f"{optimizer}_one", "none")
+    two = {f"{optimizer}_two": Run(options(f"{optimizer}_two", "zero1")) for optimizer in OPTIMIZERS}
+    two["lamb_whole"] = Run(options("lamb_whole", "none"))
+    coupled = options("nadam_coupled", "zero1", optimizer="tests.helpers.odd_optimizer.Coupled")
+    two |= {"coupled": Run(coupled), "bad": Run(options("nadam_bad", "zero1"), fault="infinite_average")}
+    outcomes = dict(zip(two, run_ranks(list(two.values())), strict=True))
+    single("nadam_two_one", "zero1", "nadam_two")
+    four = {
+        "lamb_two_four": Run(options("lamb_two_four", "none", "lamb_two")),
+        "normuon_one_four": Run(options("normuon_one_four", "zero1", "normuon_one")),
+    }
+    return home, outcomes | dict(zip(four, run_ranks(list(four.values()), world_size=4), strict=True))
+
+
+@pytest.mark.parametrize(("name", "expected"), SAME.items())
+def test_same_run(runs: tuple[Path, dict[str, list[Outcome]]], name: str, expected: str):
+    home, outcomes = runs
+    assert all(outcome.code == 0 for outcome in outcomes.get(name, ())), outcomes[name]
+    found = training_lines(home / name)
+    for line, other in zip(found, training_lines(home / expected)[-len(found) :], strict=True):
+        assert line.keys() == other.keys()
+        for key in (key for key in line if key.endswith("_loss") or "_norm" in key):
+            assert line[key] == pytest.approx(other[key], rel=1e-3 if "norm" in key else 1e-5), (line["step"], key)
+    for file in ("model", "ema", "optimizer"):
+        a, b = (locate(home / run).tensors(file) for run in (expected, name))
+        assert a.keys() == b.keys()
+        for key in a:
+            assert (a[key] - b[key]).double().norm() <= 5e-3 * a[key].double().norm().clamp(min=1e-6), (file, key)
+
+
+def test_same_bits(runs: tuple[Path, dict[str, list[Outcome]]]):
+    """Of two ranks, whose sums have one order: steps, validation of weights and average, samples, checkpoints."""
+    one, two = (read_metrics(runs[0] / name / "metrics.jsonl") for name in ("lamb_whole", "lamb_two"))
+    assert len(one) == 10
+    for a, b in zip(one, two, strict=True):
+        assert a.keys() == b.keys()
+        for key in (key for key in a if key.startswith(("train/", "valid/", "stats/parameter_norm"))):
+            assert a[key] == b[key], (a["step"], key)
+    texts = [(runs[0] / name / "samples.jsonl").read_text() for name in ("lamb_whole", "lamb_two")]
+    assert texts[0] == texts[1] != ""
+    files = [
+        path.read_bytes() for name in ("lamb_whole", "lamb_two") for path in (runs[0] / name).glob("**/*00008/*rs")
+    ]
+    assert len(files) == 6
+    assert files[:3] == files[3:]
+
+
+def test_the_start_says_what_it_saves(runs: tuple[Path, dict[str, list[Outcome]]]):
+    text = runs[1]["lamb_two"][0].text
+    assert "sharding      zero1, moments and average in 2 parts, at most 5" in text
+    assert "; saves about 0 MiB a device" in text
+
+
+def test_an_optimizer_of_all_parameters_together_is_refused(runs: tuple[Path, dict[str, list[Outcome]]]):
+    for outcome in runs[1]["coupled"]:
+        assert outcome.code == 2
+        assert "error: --sharding zero1: Coupled computes float:d from all parameters together" in outcome.text
+
+
+def test_a_bad_average_of_one_rank_ends_all(runs: tuple[Path, dict[str, list[Outcome]]]):
+    assert [outcome.code for outcome in runs[1]["bad"]] == [3, 1]
+    assert "before its checkpoint: ema/" in runs[1]["bad"][0].text
+    assert not list((runs[0] / "nadam_bad" / "checkpoints").glob("step_*"))
+
+
+def test_owners_have_about_as_much():
+    sizes = [50, 3, 8, 8, 8, 8, 20, 20]
+    owners = balanced(sizes, 3)
+    assert [sum(size for size, of in zip(sizes, owners, strict=True) if of == rank) for rank in range(3)] == [
+        50,
+        39,
+        36,
+    ]
+    assert balanced([1, 1], 4) == [0, 1]  # ranks without any
