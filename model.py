@@ -1,43 +1,29 @@
-"""LTG-BERT (Samuel et al., 2023): its blocks, and the model for masked and causal language modelling.
+"""LTG-BERT (Samuel et al., 2023) for masked and causal language modelling: embedding, layers, head.
 
 Parameters have the names of the published code, so its checkpoints load. The model knows no ranks, flags or files, and
-ops/ chooses the kernels that compute it. ModelConfig is in model_config.py; GPT-BERT, which adds a gate and
-depth-weighted averaging, in model_extra.py.
+ops/ chooses the kernels that compute it. ModelConfig, with the switches that make other shapes of it, is in
+model_config.py, the layers are in model_layers.py; GPT-BERT, which adds a gate and depth-weighted averaging, in
+model_extra.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model_config import ModelConfig
+from model_config import MODEL_CLASSES, ModelConfig
 from model_config import ModelConfigError as ModelConfigError
+from model_layers import EMBEDDING_SITE, HEAD_SITE, Encoder, optional_norm
 from model_protocol import PretrainingModel
-from ops.attention import AttentionMetadata, attend, choose_relative_metadata, query_dtype
-from ops.dropout import (
-    DropoutKeys,
-    DropoutStates,
-    drop_tokens,
-    dropout,
-    dropout_states,
-    head_keys,
-    random_keys,
-    token_keys,
-)
-from ops.gated_norm import REFERENCE, GatedNorm, choose_gated_norm
-from ops.residual import residual_stream
+from ops.attention import AttentionMetadata, choose_relative_metadata, query_dtype
+from ops.dropout import DropoutKeys, DropoutStates, drop_tokens, dropout_states, random_keys
 from ops.rope import RopeAttentionMetadata, VarlenSizes, rope_metadata, windowed_metadata
 from ops.rope_scaling import Rotary
-
-# Sites of dropout (ops/dropout.py): two of the whole model, then four of each layer.
-_EMBEDDING_SITE, _HEAD_SITE, _FIRST_LAYER_SITE = 0, 1, 2
-_RELATIVE, _PROBABILITIES, _ATTENTION_OUTPUT, _FEED_FORWARD, _SITES_PER_LAYER = range(5)
 
 
 class Embedding(nn.Module):
@@ -46,7 +32,10 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.word_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.word_embedding = nn.Embedding(config.padded_vocab_size, config.embedding_size)
+        if config.embedding_size != config.hidden_size:  # factorised, as in ALBERT (Lan et al., 2020)
+            self.projection = nn.Linear(config.embedding_size, config.hidden_size, bias=False)
+        self.word_layer_norm = optional_norm(config, config.hidden_size, config.embedding_norm)
         if config.position_embedding == "relative":
             slots = 2 * config.position_bucket_size - 1
             self.relative_embedding = nn.Parameter(torch.empty(slots, config.hidden_size))
@@ -54,136 +43,33 @@ class Embedding(nn.Module):
 
     def forward(self, input_ids: Tensor, states: DropoutStates | None) -> tuple[Tensor, Tensor | None]:
         """int64 [B, T] -> embedded words [B, T, D], and the position table [2b-1, D] (None with "rope")."""
-        words = F.layer_norm(self.word_embedding(input_ids), (self.config.hidden_size,), eps=self.config.layer_norm_eps)
-        words = drop_tokens(words, self.config.hidden_dropout_prob, states, _EMBEDDING_SITE)
+        words = self.word_embedding(input_ids)
+        if self.config.embedding_size != self.config.hidden_size:
+            words = self.projection(words)
+        words = drop_tokens(self.word_layer_norm(words), self.config.hidden_dropout_prob, states, EMBEDDING_SITE)
         if self.config.position_embedding == "rope":
             return words, None
         return words, self.relative_layer_norm(self.relative_embedding)
 
 
-class Attention(nn.Module):
-    """Multi-head attention of layer `index`, between the layer norm of its input and the dropout of its output."""
-
-    def __init__(self, config: ModelConfig, index: int) -> None:
-        super().__init__()
-        self.config = config
-        self.first_site = _FIRST_LAYER_SITE + index * _SITES_PER_LAYER
-        self.output_site = self.first_site + _ATTENTION_OUTPUT
-        self.in_proj_qk = nn.Linear(config.hidden_size, 2 * config.hidden_size)
-        self.add_value_projection()
-        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def add_value_projection(self) -> None:
-        """Create what `value_and_gate` uses."""
-        self.in_proj_v = nn.Linear(self.config.hidden_size, self.config.hidden_size)
-
-    def value_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Values, and what gates the context (before GELU) or None, each [B, T, D], from the normalised input."""
-        return self.in_proj_v(x), None
-
-    def output(self, context: Tensor, gate: Tensor | None, gated_norm: GatedNorm = REFERENCE) -> Tensor:
-        """Context [B, T, D] and gate, as `value_and_gate` returns it, -> the sublayer's output [B, T, D]."""
-        shape, eps = (self.config.hidden_size,), self.config.layer_norm_eps
-        if gate is None:
-            return self.out_proj(F.layer_norm(context, shape, eps=eps))
-        return self.out_proj(gated_norm.separate(context, gate, eps, "none"))
-
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None,
-        metadata: AttentionMetadata,
-        states: DropoutStates | None,
-        gated_norm: GatedNorm = REFERENCE,
-    ) -> Tensor:
-        """The output before dropout [B, T, D] for the normalised input x [B, T, D].
-
-        positions: the table [2b-1, D], or None with "rope". metadata: of the batch, the same for all layers.
-        states: what dropout is keyed by; None drops nothing.
-        """
-        config, p = self.config, self.config.attention_probs_dropout_prob
-        heads = (config.num_attention_heads, config.head_dim)
-        query_key = self.in_proj_qk(x).unflatten(-1, (2, *heads))  # [B, T, 2, H, d]
-        value, gate = self.value_and_gate(x)
-        value = value.unflatten(-1, heads)
-        keys = columns = query_key_pos = None
-        if positions is not None:
-            if states is not None and p > 0:
-                keys = head_keys(states.tokens, self.first_site + _PROBABILITIES, heads[0])  # [B, H, T]
-                columns = states.columns
-                positions = dropout(positions, p, token_keys(states.table, self.first_site + _RELATIVE), columns)
-            query_key_pos = self.in_proj_qk(positions).unflatten(-1, (2, *heads))  # [2b-1, 2, H, d]
-        context = attend(query_key, value, query_key_pos, metadata, p, keys, columns)  # [B, T, H, d]
-        return self.output(context.flatten(-2), gate, gated_norm)
-
-
-class FeedForward(nn.Module):
-    """GEGLU of layer `index`, between the layer norm of its input and the dropout of its output.
-
-    Its keys are the published list's indices.
-    """
-
-    def __init__(self, config: ModelConfig, index: int) -> None:
-        super().__init__()
-        self.config = config
-        self.output_site = _FIRST_LAYER_SITE + index * _SITES_PER_LAYER + _FEED_FORWARD
-        expand = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        contract = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.mlp = nn.ModuleDict({"1": expand, "4": contract})
-
-    def forward(self, x: Tensor, gated_norm: GatedNorm = REFERENCE) -> Tensor:
-        """The output before dropout [B, T, D] for the normalised input x [B, T, D]."""
-        pair = self.mlp["1"](x)  # [B, T, 2 F], value and gate side by side
-        return self.mlp["4"](gated_norm.paired(pair, self.config.layer_norm_eps, "tanh"))
-
-
-class Encoder(nn.Module):
-    """The layers, each an attention and a feed-forward sublayer that add to the residual stream."""
-
-    attention_class: ClassVar[type[Attention]] = Attention
+class Output(nn.Module):
+    """Scores of all words: the word table, which it may share with the embedding, and a bias of its own."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
-        layers = range(config.num_hidden_layers)
-        self.attention_layers = nn.ModuleList(self.attention_class(config, index) for index in layers)
-        self.mlp_layers = nn.ModuleList(FeedForward(config, index) for index in layers)
-
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None,
-        metadata: Sequence[AttentionMetadata],
-        states: DropoutStates | None,
-    ) -> Tensor:
-        """Embedded words [B, T, D] -> hidden [B, T, D]; the other arguments are those of `Attention.forward`, metadata
-        for each layer."""
-        config, device = self.config, x.device
-        stream = residual_stream(x, config.layer_norm_eps, 2 * config.num_hidden_layers, self.depth_weights())
-        gate_norm = choose_gated_norm(device, config.hidden_size)
-        feed_forward_norm = choose_gated_norm(device, config.intermediate_size)
-        for attention, feed_forward, of_batch in zip(self.attention_layers, self.mlp_layers, metadata, strict=True):
-            update = attention(stream.normalised(), positions, of_batch, states, gate_norm)
-            stream.add(update, config.attention_probs_dropout_prob, states, cast(Attention, attention).output_site)
-            update = feed_forward(stream.normalised(), feed_forward_norm)
-            stream.add(update, config.hidden_dropout_prob, states, cast(FeedForward, feed_forward).output_site)
-        return stream.x
-
-    def depth_weights(self) -> Sequence[Tensor] | None:
-        """For sublayer k the weights [k + 2] of an average over all states so far; None for plain sums."""
-        return None
-
-
-class Output(nn.Module):
-    """Scores of all words: the word table, which it shares with the embedding, and a bias of its own."""
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.empty(vocab_size))
+        if not config.tie_word_embeddings:
+            self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.embedding_size))
+        if config.decoder_bias:
+            self.bias = nn.Parameter(torch.empty(config.vocab_size))
+        self.padding = config.padded_vocab_size - config.vocab_size
 
     def forward(self, x: Tensor, word_embedding: Tensor) -> Tensor:
-        """x [..., D], word_embedding [V, D] -> logits [..., V]."""
-        return F.linear(x, word_embedding, self.bias)
+        """x [..., E], word_embedding [V, E] -> logits [..., V]; those of ids that only fill up the table are -1e30."""
+        weight, bias = getattr(self, "weight", word_embedding), getattr(self, "bias", None)
+        if self.padding:
+            bias = weight.new_zeros(len(weight) - self.padding) if bias is None else bias
+            bias = F.pad(bias, (0, self.padding), value=-1e30)
+        return F.linear(x, weight, bias)
 
 
 class Classifier(nn.Module):
@@ -192,14 +78,23 @@ class Classifier(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        transform = nn.Linear(config.hidden_size, config.hidden_size)
-        self.nonlinearity = nn.ModuleDict({"1": transform, "5": Output(config.vocab_size)})
+        width, embedded = config.hidden_size, config.embedding_size
+        self.input_layer_norm = optional_norm(config, width, config.norm_position != "post")
+        parts: dict[str, nn.Module] = {"5": Output(config)}
+        if config.head_transform or embedded != width:
+            bias = config.head_transform and config.classifier_bias
+            parts = {"1": nn.Linear(width, embedded, bias), **parts}
+        self.nonlinearity = nn.ModuleDict(parts)
+        self.transform_layer_norm = optional_norm(config, embedded, config.head_transform)
 
     def forward(self, x: Tensor, word_embedding: Tensor, states: DropoutStates | None) -> Tensor:
-        """x [..., D], word_embedding [V, D], states (tokens [...]) or None -> logits [..., V]."""
-        shape, eps = (self.config.hidden_size,), self.config.layer_norm_eps
-        x = F.gelu(self.nonlinearity["1"](F.layer_norm(x, shape, eps=eps)))
-        x = drop_tokens(F.layer_norm(x, shape, eps=eps), self.config.hidden_dropout_prob, states, _HEAD_SITE)
+        """x [..., D], word_embedding [V, E], states (tokens [...]) or None -> logits [..., V]."""
+        x = self.input_layer_norm(x)
+        if "1" in self.nonlinearity:
+            x = self.nonlinearity["1"](x)
+        if self.config.head_transform:
+            x = self.transform_layer_norm(F.gelu(x))
+        x = drop_tokens(x, self.config.hidden_dropout_prob, states, HEAD_SITE)
         return self.nonlinearity["5"](x, word_embedding)
 
 
@@ -212,7 +107,6 @@ class LTGBert(PretrainingModel):
 
     model_type: ClassVar[str] = "ltg-bert"
     encoder_class: ClassVar[type[Encoder]] = Encoder
-    attention_projections: ClassVar[int] = 4  # query, key, value, output
     roles: ClassVar[Mapping[str, str]] = {
         "embedding": "embedding",
         "attention_layers": "attention",
@@ -220,41 +114,60 @@ class LTGBert(PretrainingModel):
         "dwa": "dwa",
         "classifier": "head",
     }
-    # Query and key; value and gate; the two halves of GEGLU.
-    projections: ClassVar[Mapping[str, int]] = {"in_proj_qk.weight": 2, "in_proj_vg.weight": 2, "mlp.1.weight": 2}
 
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
         """Random weights from `generator`, or from PyTorch's global one."""
-        super().__init__(dataclasses.replace(config, model_type=self.model_type))
+        if MODEL_CLASSES[config.model_type].rpartition(".")[2] != type(self).__name__:
+            config = config.as_type(self.model_type)
+        super().__init__(config)
         self.embedding = Embedding(config)
         self.transformer = self.encoder_class(config)
         self.classifier = Classifier(config)
         self.initialize(generator)
-        self.register_load_state_dict_pre_hook(_accept_published_keys)
+        # Queries and keys, values and gate, the halves of a GLU. Where heads share keys, queries and gate count as
+        # several projections of the keys' size.
+        above = 1 + config.num_attention_heads // config.num_key_value_heads
+        self.projections = {
+            "in_proj_qk.weight": above,
+            "in_proj_vg.weight": above,
+            "mlp.1.weight": 1 + config.gated_mlp,
+        }
+        if config.tie_word_embeddings:
+            self.register_load_state_dict_pre_hook(_accept_published_keys)
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator | None = None) -> None:
-        """Draw all weights anew, as published: truncated normal matrices, smaller ones in deeper feed-forwards."""
-        std = math.sqrt(2 / (5 * self.config.hidden_size))
+        """Draw all weights anew: as published, truncated normal matrices, smaller ones in deeper feed-forwards; with
+        initializer "normal" all matrices from one normal distribution."""
+        published, std = self.config.initializer == "ltg", math.sqrt(2 / (5 * self.config.hidden_size))
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim == 2 and published:
                 nn.init.trunc_normal_(parameter, std=std, a=-2 * std, b=2 * std, generator=generator)
+            elif parameter.ndim == 2:
+                parameter.normal_(std=self.config.initializer_range, generator=generator)
             elif name.endswith(".bias"):
                 parameter.zero_()
+        if not published:
+            return
         for index, layer in enumerate(self.transformer.mlp_layers):
             for parameter in layer.parameters():
-                parameter.mul_(math.sqrt(1 / (2 * (1 + index))))
+                if parameter.ndim == 2:
+                    parameter.mul_(math.sqrt(1 / (2 * (1 + index))))
 
     @classmethod
     def flops_per_token(cls, config: ModelConfig, row_length: int, target_fraction: float) -> float:
         """Two per multiply-add, backward twice forward. Attention counts the full row, of which documents and causality
         save some."""
-        width, inner = config.hidden_size, config.intermediate_size
-        layer = cls.attention_projections * width * width + 3 * width * inner
+        width, embedded = config.hidden_size, config.embedding_size
+        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        layer = width * ((2 + config.attention_gate) * queries + 2 * keys)
+        layer += (2 + config.gated_mlp) * width * config.intermediate_size
         windows = [config.rotary(index).window for index in range(config.num_hidden_layers)]
         seen = sum(row_length if window is None else min(row_length, 2 * window + 1) for window in windows)
-        head = width * width + width * config.vocab_size
-        return 6.0 * (config.num_hidden_layers * layer + 2 * seen * width + target_fraction * head)
+        factor = width * embedded * (embedded != width)
+        head = (width * embedded if config.head_transform else factor) + embedded * config.padded_vocab_size
+        total = factor + config.num_hidden_layers * layer + 2 * seen * queries + target_fraction * head
+        return 6.0 * total
 
     def backward_order(self) -> list[nn.Parameter]:
         """Head and layers from the last to the first. What all layers use comes last: embeddings (a tied head's too),
@@ -326,7 +239,9 @@ class LTGBert(PretrainingModel):
         if not self.training or config.hidden_dropout_prob == config.attention_probs_dropout_prob == 0:
             return None
         keys = random_keys(rows, device) if keys is None else keys
-        return dropout_states(keys, length, max(config.hidden_size, length), 2 * config.position_bucket_size - 1)
+        return dropout_states(
+            keys, length, max(config.hidden_size, config.embedding_size, length), 2 * config.position_bucket_size - 1
+        )
 
     def predict(self, hidden: Tensor, states: DropoutStates | None = None) -> Tensor:
         """Logits [..., V] of the *next* token from hidden [..., D].

@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from model import Attention, Encoder, LTGBert, ModelConfig
-from model_config import MODEL_CLASSES
+from model import LTGBert
+from model_config import MODEL_CLASSES, ModelConfig
+from model_layers import Attention, Encoder
 from model_protocol import PretrainingModel
 
 
@@ -18,10 +19,11 @@ class GatedAttention(Attention):
     """Attention whose context is multiplied by GELU of a second projection of its input."""
 
     def add_value_projection(self) -> None:
-        self.in_proj_vg = nn.Linear(self.config.hidden_size, 2 * self.config.hidden_size)
+        self.in_proj_vg = nn.Linear(self.config.hidden_size, sum(self.widths), self.config.attention_bias)
 
     def value_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        value, gate = self.in_proj_vg(x).chunk(2, dim=-1)
+        queries, keys = self.widths
+        value, gate = self.in_proj_vg(x).split((keys, queries), dim=-1)
         return value, gate
 
 
@@ -37,24 +39,25 @@ class DepthWeightedAveraging(nn.Module):
 
 
 class DepthWeightedEncoder(Encoder):
-    """LTG-BERT's layers with gated attention and an average over depth after each sublayer."""
-
-    attention_class: ClassVar[type[Attention]] = GatedAttention
+    """LTG-BERT's layers with gated attention and an average over depth after each sublayer, or one of the two."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.dwa_modules = DepthWeightedAveraging(2 * config.num_hidden_layers)
+        if config.depth_weighted_averaging:
+            self.dwa_modules = DepthWeightedAveraging(2 * config.num_hidden_layers)
+
+    def attention_class(self) -> type[Attention]:
+        return GatedAttention if self.config.attention_gate else Attention
 
     def depth_weights(self) -> Sequence[Tensor] | None:
-        return list(self.dwa_modules.alphas)
+        return list(self.dwa_modules.alphas) if self.config.depth_weighted_averaging else None
 
 
 class GPTBert(LTGBert):
-    """GPT-BERT for masked and causal language modelling; used as LTGBert is."""
+    """GPT-BERT for masked and causal language modelling, and all other shapes of ModelConfig; used as LTGBert is."""
 
     model_type: ClassVar[str] = "gpt-bert"
     encoder_class: ClassVar[type[Encoder]] = DepthWeightedEncoder
-    attention_projections: ClassVar[int] = 5  # and the gate's
 
 
 def model_class(model_type: str) -> type[PretrainingModel]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -31,7 +32,9 @@ class PretrainingModel(nn.Module, ABC):
 
     config: ModelConfig
     roles: ClassVar[Mapping[str, str]] = {}  # part of a parameter's name -> its group in stats/grad_norm/GROUP
-    projections: ClassVar[Mapping[str, int]] = {}  # part of a matrix's name -> projections, one above the other in it
+    projections: Mapping[str, int] = MappingProxyType(
+        {}
+    )  # part of a matrix's name -> projections, one above the other in it
 
     @abstractmethod
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:

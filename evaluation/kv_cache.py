@@ -9,15 +9,16 @@ the reference: it runs the whole model over the whole row each time.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Attention, LTGBert, ModelConfig
-from model_extra import DepthWeightedEncoder
+from model import LTGBert, ModelConfig
+from model_layers import Attention, FeedForward
 from ops.attention_metadata import bucket
+from ops.residual import ResidualStream
 from ops.rope import rotary_tables, rotate
 from ops.rope_scaling import Rotary
 
@@ -70,8 +71,10 @@ class CachedDecoder:
         if model.config.position_embedding == "relative":
             positions = model.embedding.relative_layer_norm(model.embedding.relative_embedding)
         self._layers = [
-            _AttentionCache(layer, positions, model.config, model.config.rotary(index), len(padding), device)
-            for index, layer in enumerate(map(_as_attention, model.transformer.attention_layers))
+            _AttentionCache(
+                cast(Attention, layer), positions, model.config, model.config.rotary(index), len(padding), device
+            )
+            for index, layer in enumerate(model.transformer.attention_layers)
         ]
 
     def append(self, input_ids: Tensor) -> Tensor:
@@ -96,27 +99,11 @@ class CachedDecoder:
         allowed = (distance >= 0) & (positions >= self._padding[:, None, None]) | (distance == 0)  # [B, n, T]
         bias = torch.zeros(allowed.shape, device=input_ids.device).masked_fill_(~allowed, -math.inf).unsqueeze(1)
         words, _ = self._model.embedding(input_ids, None)
-        depth = list(encoder.dwa_modules.alphas) if isinstance(encoder, DepthWeightedEncoder) else None
-        states, x = [words], words
-        for attention, feed_forward in zip(self._layers, encoder.mlp_layers, strict=True):
-            x = _combine(states, x, attention.attend(x, distance, bias), depth)
-            normalised = F.layer_norm(x, (x.size(-1),), eps=self._model.config.layer_norm_eps)
-            x = _combine(states, x, feed_forward(normalised), depth)
-        return x[:, -1]
-
-
-def _as_attention(module: torch.nn.Module) -> Attention:
-    assert isinstance(module, Attention)
-    return module
-
-
-def _combine(states: list[Tensor], x: Tensor, update: Tensor, depth: list[Tensor] | None) -> Tensor:
-    """The residual connection or, with the weights of all depths, the average over all states so far (DenseFormer)."""
-    if depth is None:
-        return x + update
-    states.append(x + update)
-    weights = depth[len(states) - 2].to(x.dtype)
-    return torch.einsum("m,m...->...", weights, torch.stack(states))
+        stream = ResidualStream(words, encoder.stream_eps(), encoder.depth_weights())
+        for cache, feed_forward in zip(self._layers, encoder.mlp_layers, strict=True):
+            cache.attention.add_to(stream, cache.attend(stream.normalised(), distance, bias), 0.0, None)
+            cast(FeedForward, feed_forward).add_to(stream, feed_forward(stream.normalised()), 0.0, None)
+        return stream.x[:, -1]
 
 
 class _AttentionCache:
@@ -135,48 +122,63 @@ class _AttentionCache:
         rows: int,
         device: torch.device,
     ) -> None:
-        self._attention, self._config, self._rotary, self._length = attention, config, rotary, 0
+        self.attention, self._config, self._rotary, self._length = attention, config, rotary, 0
         heads, width = config.num_attention_heads, config.head_dim
+        self._groups = heads // config.num_key_value_heads  # queries of each key
         dtype = attention.out_proj.weight.dtype
         widths = [width, width]
         self._scale = 1 / math.sqrt(width)
         if positions is not None:
             self._scale = 1 / math.sqrt(3 * width)
-            pair = attention.in_proj_qk(positions).unflatten(-1, (2, heads, width))[config.position_bucket_size - 1 :]
-            self._query_pos, self._key_pos = pair.permute(1, 2, 3, 0).unbind()  # [H, d, b]: slots of the past alone
+            pair = attention.queries_and_keys(positions)[config.position_bucket_size - 1 :].permute(1, 2, 0)
+            query_pos, key_pos = pair.split((heads, config.num_key_value_heads))
+            self._query_pos, self._key_pos = query_pos, self._repeat(key_pos)  # [H, d, b]: slots of the past alone
             self._slots = bucket(
                 torch.arange(config.max_position_embeddings, device=device),
                 config.position_bucket_size,
                 config.max_position_embeddings,
             )
             widths.append(config.position_bucket_size)
-        self._kept = [torch.empty(rows, heads, 0, size, dtype=dtype, device=device) for size in widths]
+        # The scores of keys with each slot are by query heads.
+        counts = (config.num_key_value_heads, config.num_key_value_heads, heads)
+        self._kept = [
+            torch.empty(rows, count, 0, size, dtype=dtype, device=device)
+            for count, size in zip(counts, widths, strict=False)
+        ]
 
     def attend(self, x: Tensor, distance: Tensor, bias: Tensor) -> Tensor:
-        """Output [B, n, D] for the n newest tokens x [B, n, D]; distance int64 [n, T], bias float [B, 1, n, T]."""
-        attention, config = self._attention, self._config
-        shape, heads = (config.hidden_size,), (config.num_attention_heads, config.head_dim)
-        x = F.layer_norm(x, shape, eps=config.layer_norm_eps)
-        query, key = attention.in_proj_qk(x).unflatten(-1, (2, *heads)).unbind(-3)  # [B, n, H, d]
+        """Output [B, n, D] for the n newest tokens x [B, n, D] as the residual stream gives them.
+
+        distance: int64 [n, T]. bias: float [B, 1, n, T].
+        """
+        attention, config = self.attention, self._config
+        x = attention.input_layer_norm(x)
+        heads = (config.num_attention_heads, config.num_key_value_heads)
+        query, key = attention.queries_and_keys(x).split(heads, dim=-2)  # [B, n, H, d], [B, n, K, d]
         value, gate = attention.value_and_gate(x)
-        value = value.unflatten(-1, heads).transpose(1, 2)
+        value = value.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
         if config.position_embedding == "rope":
             query, key = _rotate(query, key, self._length, self._rotary)
             if self._rotary.window is not None:
                 bias = bias.masked_fill(distance > self._rotary.window, -math.inf)
             key, value = self._append(key.transpose(1, 2), value)
-            scores = (query.transpose(1, 2) * self._scale) @ key.transpose(-1, -2)
+            scores = (query.transpose(1, 2) * self._scale) @ self._repeat(key, 1).transpose(-1, -2)
         else:
             query, key = query.transpose(1, 2) * self._scale, key.transpose(1, 2)
-            key, value, from_key = self._append(key, value, key @ (self._query_pos * self._scale))
+            from_new = self._repeat(key, 1) @ (self._query_pos * self._scale)
+            key, value, from_key = self._append(key, value, from_new)
             slots = self._slots[distance.clamp(0, config.max_position_embeddings - 1)]  # [n, T]
             index = slots.expand(query.size(0), heads[0], *slots.shape)
-            scores = query @ key.transpose(-1, -2)
+            scores = query @ self._repeat(key, 1).transpose(-1, -2)
             scores = scores + (query @ self._key_pos).gather(-1, index)
             scores = scores + from_key.gather(-1, index.transpose(-1, -2)).transpose(-1, -2)
         probabilities = (scores.float() + bias).softmax(dim=-1).to(value.dtype)
-        context = (probabilities @ value).transpose(1, 2).flatten(-2)
+        context = (probabilities @ self._repeat(value, 1)).transpose(1, 2).flatten(-2)
         return attention.output(context, gate)
+
+    def _repeat(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Keys' heads -> as many as queries have."""
+        return x if self._groups == 1 else x.repeat_interleave(self._groups, dim)
 
     def select_rows(self, rows: Tensor) -> None:
         self._kept = [tensor[rows] for tensor in self._kept]

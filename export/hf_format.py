@@ -6,7 +6,6 @@ their tokenizer by a hash of its meaning, so what training used is noted in conf
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from data.special_tokens import SpecialTokens
 from model import ModelConfig, ModelConfigError
+from model_config import PUBLISHED_KEYS
 from training.checkpoint import RECORD, CheckpointError
 
 TOKENIZER_NOTE = "pretraining_tokenizer"  # key of config.json
@@ -59,10 +59,9 @@ def read_exported(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor], str
 
 def model_config(values: dict[str, Any]) -> ModelConfig:
     """ModelConfig from a config.json of transformers, which has more keys. Raises ModelConfigError."""
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
     if "model_type" not in values:
         raise ModelConfigError('key "model_type" is missing')
-    return ModelConfig.from_dict({key: value for key, value in values.items() if key in known})
+    return ModelConfig.from_dict({key: value for key, value in values.items() if key in PUBLISHED_KEYS})
 
 
 def adapt_tokenizer(text: str, special: SpecialTokens) -> tuple[str, dict[str, Any]]:

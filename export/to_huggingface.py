@@ -9,7 +9,6 @@ from the run's records. `trust_remote_code=True` lets transformers run that code
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -39,14 +38,11 @@ from export.revisions import (
     push_revisions,
     write_revisions,
 )
-from model import LTGBert, ModelConfig, ModelConfigError
+from model import LTGBert, ModelConfigError
+from model_config import PUBLISHED_KEYS
 from training.checkpoint import Checkpoint, CheckpointError, locate, rows_begin_with_bos
 
 _SHIPPED = ("configuration_gpt_bert.py", "layers_gpt_bert.py", "modeling_gpt_bert.py")
-# Keys of ModelConfig that the shipped code does not know.
-_NOT_SHIPPED = (
-    "rope_scaling", "sliding_window", "global_attn_every_n_layers", "local_rope_theta", "predict_masked_from",
-)  # fmt: skip
 
 
 class ExportError(ValueError):
@@ -145,10 +141,10 @@ def _export_into(folder: Path, model_path: str | Path, ema: bool, name: str, pla
     model, tokenizer, _ = load_model(checkpoint.path, ema=ema)
     if not isinstance(model, LTGBert):
         raise ExportError(f"MODEL {checkpoint.path} is a {model.config.model_type}, for which transformers has no code")
-    defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
-    if other := [key for key in _NOT_SHIPPED if getattr(model.config, key) != defaults[key]]:
+    if keys := model.config.unpublished_keys():
         raise ExportError(
-            f"MODEL {checkpoint.path} has {', '.join(other)}, which the code that is exported does not know"
+            f"MODEL {checkpoint.path} is no GPT-BERT or LTG-BERT as published: the exported code knows no "
+            f"{', '.join(keys[:4])} like its own"
         )
     special = load_special_tokens(checkpoint.path, tokenizer)
     special.require(("bos", "pad", "mask"), f"the tokenizer of {checkpoint.path}")
@@ -238,7 +234,7 @@ def model_configuration(
     config: dict[str, Any], special: SpecialTokens, note: dict[str, Any], flags: Mapping[str, Any]
 ) -> dict[str, Any]:
     """config.json: ModelConfig's keys, where transformers finds the code, and what continued pretraining must know."""
-    config = {key: value for key, value in config.items() if key not in _NOT_SHIPPED}
+    config = {key: config[key] for key in PUBLISHED_KEYS}
     prefix = "GPTBert" if config["model_type"] == "gpt-bert" else "LTGBert"
     classes = {
         "AutoModel": "Model",

@@ -31,7 +31,7 @@ from ops.attention_metadata import (
 from ops.blocks import Span, in_blocks
 from ops.dropout import apply_mask, keep_mask, keep_scale
 from ops.reference import reference_chosen
-from ops.rope import RopeAttentionMetadata, rope_attention
+from ops.rope import RopeAttentionMetadata, repeat_heads, rope_attention
 
 AttentionMetadata = RelativeAttentionMetadata | LongRelativeMetadata | FusedAttentionMetadata | RopeAttentionMetadata
 
@@ -94,18 +94,31 @@ def attend(
 ) -> Tensor:
     """Context [B, T, H, d] by the implementation that the metadata is made for; zero for padding tokens.
 
-    query_key: [B, T, 2, H, d]. value: [B, T, H, d]. positions: [2b-1, 2, H, d], the position table seen as queries and
-    as keys; None with rotary positions, which drop nothing. The rest as in `relative_attention`.
+    query_key: [B, T, H + K, d], queries before keys. value: [B, T, K, d]; each serves H / K queries. positions:
+    [2b-1, H + K, d], the position table seen as queries and as keys; None with rotary positions, which drop nothing.
+    The rest as in `relative_attention`.
     """
+    heads = query_key.size(-2) - value.size(-2)
     if isinstance(metadata, RopeAttentionMetadata):
-        query, key = query_key.unbind(-3)
+        query, key = query_key.split((heads, value.size(-2)), dim=-2)
         return rope_attention(query, key, value, metadata)
     assert positions is not None
     dropped = (dropout_p, dropout_keys, dropout_columns)
+    query_key, positions = _paired(query_key, heads), _paired(positions, heads)  # [B, T, 2, H, d], [2b-1, 2, H, d]
+    value = repeat_heads(value, heads)
     if isinstance(metadata, FusedAttentionMetadata):
         return fused_relative_attention(query_key, value, positions, metadata, *dropped)
     (query, key), (query_pos, key_pos) = query_key.unbind(-3), positions.unbind(-3)
     return relative_attention(query, key, value, query_pos, key_pos, metadata, *dropped)
+
+
+def _paired(query_key: Tensor, heads: int) -> Tensor:
+    """Queries and keys [..., H + K, d] -> [..., 2, H, d]: a view where each query has a key of its own."""
+    keys = query_key.size(-2) - heads
+    if keys == heads:
+        return query_key.unflatten(-2, (2, heads))
+    query, key = query_key.split((heads, keys), dim=-2)
+    return torch.stack([query, repeat_heads(key, heads)], dim=-3)
 
 
 # The reference

@@ -23,13 +23,13 @@ from ops.residual_cuda import FusedResidualStream
 
 
 def residual_stream(
-    embeddings: Tensor, eps: float, sublayers: int, alphas: Sequence[Tensor] | None = None
+    embeddings: Tensor, eps: float | None, sublayers: int, alphas: Sequence[Tensor] | None = None
 ) -> ResidualStream | FusedResidualStream:
     """The stream of one forward pass over so many sublayers: by the kernels where `use_kernel` says so.
 
     The other arguments are those of ResidualStream.
     """
-    if use_kernel(embeddings, sublayers):
+    if eps is not None and use_kernel(embeddings, sublayers):
         return FusedResidualStream(embeddings, eps, sublayers, alphas)
     return ResidualStream(embeddings, eps, alphas)
 
@@ -63,8 +63,9 @@ def _traced() -> bool:
 class ResidualStream:
     """The stream of one forward pass. `x`: its present value [B, T, D]."""
 
-    def __init__(self, embeddings: Tensor, eps: float, alphas: Sequence[Tensor] | None = None) -> None:
-        """embeddings [B, T, D]; eps of layer norms; alphas: for sublayer k a vector [k + 2], or None for plain sums."""
+    def __init__(self, embeddings: Tensor, eps: float | None, alphas: Sequence[Tensor] | None = None) -> None:
+        """embeddings [B, T, D]; eps of layer norms, None where sublayers have norms of their own; alphas: for sublayer
+        k a vector [k + 2], or None for plain sums."""
         self._eps, self._averages = eps, None
         if alphas is not None:
             form = PlainAverages if torch.compiler.is_compiling() else BufferedAverages
@@ -72,8 +73,8 @@ class ResidualStream:
         self.x = embeddings if self._averages is None else self._averages.first()
 
     def normalised(self) -> Tensor:
-        """Layer norm of x without weights, [B, T, D]: what the next sublayer reads."""
-        return F.layer_norm(self.x, self.x.shape[-1:], eps=self._eps)
+        """Layer norm of x without weights (x itself without eps), [B, T, D]: what the next sublayer reads."""
+        return self.x if self._eps is None else F.layer_norm(self.x, self.x.shape[-1:], eps=self._eps)
 
     def add(self, update: Tensor, p: float, states: DropoutStates | None, site: int) -> None:
         """Add a sublayer's output `update` [B, T, D], of which a fraction p is dropped (at site, by states)."""

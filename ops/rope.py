@@ -9,6 +9,7 @@ Some layers may see a window only: |i - j| <= window, in causal rows the past ha
 own, and metadata of their own, which shares the documents with that of the others.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,8 +31,8 @@ from ops.blocks import Span, in_blocks
 from ops.reference import reference_chosen
 from ops.rope_scaling import Rotary, attention_factor, frequencies
 
-# (query, key, value [tokens, H, d], boundaries int32 [documents + 1], longest possible document, causal, window or
-# None) -> context
+# (query [tokens, H, d], key, value [tokens, K, d], boundaries int32 [documents + 1], longest possible document, causal,
+# window or None) -> context; each key serves H / K queries
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool, int | None], Tensor]
 
 
@@ -137,7 +138,8 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def rope_attention(query: Tensor, key: Tensor, value: Tensor, metadata: RopeAttentionMetadata) -> Tensor:
-    """Context [B, T, H, d] of query, key and value [B, T, H, d], scores scaled by 1/sqrt(d); zero for padding."""
+    """Context [B, T, H, d] of query [B, T, H, d], key and value [B, T, K, d], scores scaled by 1/sqrt(d); zero for
+    padding. Each key serves H / K queries."""
     query, key = rotate(query, metadata.cos, metadata.sin), rotate(key, metadata.cos, metadata.sin)
     if metadata.varlen is not None and metadata.kernel is not None:
         context = varlen_attention(query, key, value, metadata.varlen, metadata.kernel, metadata.window)
@@ -149,7 +151,7 @@ def rope_attention(query: Tensor, key: Tensor, value: Tensor, metadata: RopeAtte
 
 
 def _masked_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
-    heads_first = (x.transpose(1, 2) for x in (query, key, value))
+    heads_first = (repeat_heads(x, query.size(2)).transpose(1, 2) for x in (query, key, value))
     return F.scaled_dot_product_attention(*heads_first, attn_mask=allowed).transpose(1, 2)
 
 
@@ -168,6 +170,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [B, T, H, d] by its positions, feature i together with feature i + d/2; cos, sin [T, 1, d/2]."""
     first, second = x.float().chunk(2, dim=-1)  # [B, T, H, d/2] each
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """x [..., K, d] -> [..., heads, d], each head heads / K times in a row; x itself where K is that."""
+    return x if x.size(-2) == heads else x.repeat_interleave(heads // x.size(-2), dim=-2)
 
 
 def varlen_metadata(document_ids: Tensor, causal: bool | Tensor, sizes: VarlenSizes | None = None) -> VarlenMetadata:
@@ -192,7 +199,7 @@ def varlen_metadata(document_ids: Tensor, causal: bool | Tensor, sizes: VarlenSi
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, metadata: VarlenMetadata, kernel: VarlenKernel, window: int | None = None
 ) -> Tensor:
-    """Context [B, T, H, d] by one call of `kernel` for the causal rows and one for the others."""
+    """Context [B, T, H, d] by one call of `kernel` for the causal rows and one for the others; as `rope_attention`."""
     if metadata.order is not None and metadata.inverse is not None:
         query, key, value = (_Permuted.apply(x, metadata.order, metadata.inverse) for x in (query, key, value))
     value = value.to(query.dtype)
@@ -245,10 +252,15 @@ def _torch_varlen_kernel() -> VarlenKernel | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
+    knows_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
     def torch_varlen(query, key, value, boundaries, longest, causal, window):
-        ends = (boundaries, boundaries, longest, longest)
-        context = varlen_attn(query, key, value, *ends, window_size=_sides(causal, window))
+        ends, options = (boundaries, boundaries, longest, longest), dict[str, Any]()
+        if key.size(1) != query.size(1) and knows_groups:
+            options["enable_gqa"] = True
+        else:
+            key, value = repeat_heads(key, query.size(1)), repeat_heads(value, query.size(1))
+        context = varlen_attn(query, key, value, *ends, window_size=_sides(causal, window), **options)
         assert isinstance(context, Tensor)  # it is a tuple only where statistics are asked for
         return context
 

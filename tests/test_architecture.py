@@ -30,6 +30,7 @@ _FLOORS = (
     ("training",),
     ("model_extra",),
     ("model",),
+    ("model_layers",),
     ("model_protocol",),
     ("model_config",),
     ("ops", "data"),

@@ -1,6 +1,7 @@
 """The line that says which kernels run and why others do not, for devices that are pretended; nothing is compiled."""
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ from training.config import TrainingConfig
 
 CUDA = torch.device("cuda", 0)
 FLAGS = TrainingConfig(train_path="-", config_file="-", tokenizer_path="-", name="-", mixed_precision=True)
-BASE = ModelConfig.from_json(Path(__file__).resolve().parent.parent / "configs" / "base.json")
+BASE_SIZES = json.loads((Path(__file__).resolve().parent.parent / "configs" / "base.json").read_text())
+BASE = ModelConfig.from_dict(BASE_SIZES)
 ALL = "attention, residual, gate norm, feed-forward norm, loss, optimizer"
 # Compute capability, and KiB of shared memory that a block may have (CUDA's programming guide).
 DEVICES = {
@@ -45,7 +47,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 def report(config: TrainingConfig = FLAGS, **changes) -> str:
-    model = dataclasses.replace(BASE, **changes)
+    model = ModelConfig.from_dict(BASE_SIZES | changes)
     return summary.kernels_line(summary.missing_kernels(config, model, CUDA, load=False))
 
 

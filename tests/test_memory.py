@@ -1,6 +1,6 @@
 """The memory estimate beside what runs have taken."""
 
-import dataclasses
+import json
 from functools import cache
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def estimate(model: ModelConfig, tokens: int, row_length: int = 128, missing=(),
     ],
 )
 def test_within_a_tenth_of_what_was_measured_on_an_h200(name: str, changes: dict, run: dict, measured: float):
-    model = dataclasses.replace(ModelConfig.from_json(CONFIGS / f"{name}.json"), **changes)
+    model = ModelConfig.from_dict(json.loads((CONFIGS / f"{name}.json").read_text()) | changes)
     assert estimate(model, **run) == pytest.approx(measured, rel=0.1)
 
 

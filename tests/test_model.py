@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from helpers.tiny_models import SIZES, make_model
 from torch import Tensor
 
-import model as model_module
+import model_layers
 import ops.dropout as dropout_module
 from model import ModelConfig
 from model_extra import GPTBert
@@ -189,7 +189,7 @@ def test_dropout_sites_are_distinct(kind, monkeypatch):
 
         monkeypatch.setattr(module, name, recorded)
 
-    for module, name in ((model_module, "token_keys"), (model_module, "head_keys"), (dropout_module, "token_keys")):
+    for module, name in ((model_layers, "token_keys"), (model_layers, "head_keys"), (dropout_module, "token_keys")):
         record(module, name)
     make_model(kind, dropout=0.1).train()(*make_inputs(), True)
     # The keys of columns; embedding and head; in each of two layers attention's and the feed-forward's output, and with

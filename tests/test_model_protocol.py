@@ -157,7 +157,7 @@ def test_our_models_keep_to_the_protocol(model_type: str):
     order, parts = model.backward_order(), list(model.compiled_parts())
     assert set(order) == set(model.parameters())
     assert len(order) == len(set(order))
-    assert order[0] is model.classifier.nonlinearity["5"].bias
+    assert order[0] is list(model.classifier.parameters())[-1]
     place = {parameter: number for number, parameter in enumerate(order)}
     first_layer = model.transformer.mlp_layers[0].mlp["1"].weight
     assert place[model.embedding.word_embedding.weight] > place[first_layer]

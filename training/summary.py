@@ -279,7 +279,7 @@ def missing_kernels(
 
 
 def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -> list[_Kernel]:
-    width, averages = model.hidden_size, model.model_type == "gpt-bert"
+    width, averages = model.hidden_size, model.depth_weighted_averaging
     heads = (model.head_dim, 2 * model.position_bucket_size - 1)
     drops, sublayers = model.attention_probs_dropout_prob > 0, 2 * model.num_hidden_layers
     attention = _Kernel(
@@ -296,25 +296,21 @@ def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -
         "residual" if averages else "residual without averages",
         "residual",
         False,
-        residual_cuda.obstacle(device, width, sublayers),
+        residual_cuda.obstacle(device, width, sublayers) or (not model.stream_normalises) * model.other_norms,
         lambda: residual_cuda.available(device, width, sublayers),
     )
-    norms = [
-        _Kernel(
-            name,
-            "norm",
-            False,
-            gated_norm_cuda.obstacle(device, features),
-            partial(gated_norm_cuda.available, device, features),
-        )
-        for name, features in [("gate norm", width)] * averages + [("feed-forward norm", model.intermediate_size)]
-    ]
+    gate = [("gate norm", model.num_attention_heads * model.head_dim, model.bare_norm)] * model.attention_gate
+    inner = [("feed-forward norm", model.intermediate_size, model.has_gated_norm)] * model.mlp_norm
+    norms = []
+    for name, features, fits in gate * model.context_norm + inner:
+        problem = gated_norm_cuda.obstacle(device, features) or (not fits) * model.other_norms
+        norms.append(_Kernel(name, "norm", False, problem, partial(gated_norm_cuda.available, device, features)))
     loss = _Kernel(
         "loss",
         "loss",
         False,
-        cross_entropy_cuda.obstacle(device, model.vocab_size),
-        lambda: cross_entropy_cuda.available(device, model.vocab_size),
+        cross_entropy_cuda.obstacle(device, model.padded_vocab_size),
+        lambda: cross_entropy_cuda.available(device, model.padded_vocab_size),
     )
     kernels = [attention, residual, *norms, loss]
     if config.optimizer == "lamb":
@@ -421,16 +417,19 @@ def _activations(
     targets: float,
 ) -> float:
     """Bytes that forward and backward pass of a micro-batch take at most, with `size` bytes a number."""
-    width, inner, averages = model.hidden_size, model.intermediate_size, model.model_type == "gpt-bert"
+    width, inner, averages = model.hidden_size, model.intermediate_size, model.depth_weighted_averaging
+    queries, keys = (count * model.head_dim for count in (model.num_attention_heads, model.num_key_value_heads))
     wide = 4 // size  # the residual stream is float32
-    # Of a layer, in numbers a token: what its sublayers read, and with averages a state for each.
-    read = (2 + 2 * averages) * width
+    gate = model.attention_gate
+    # Of a layer, in numbers a token: what its sublayers read and give to norms, and with averages a state for each.
+    read = (2 + 2 * averages + 2 * (model.norm_position != "pre")) * width
     if "residual" in missing or "residual without averages" in missing:
         read += 2 * (wide + averages * (wide - 1)) * width  # its value before each sublayer; states as wide as it
-    # Queries, keys, values, with averages a gate, context and its norm; two halves of the feed-forward and their norm.
-    attention, feed_forward, scores = (5 + averages) * width, 3 * inner, 0.0
+    # Queries and keys, before their norm too, values, gate, context and its norm; the feed-forward's inner values.
+    attention = (1 + model.qk_norm) * (queries + keys) + keys + (1 + gate + (gate or model.context_norm)) * queries
+    feed_forward, scores = (2 + model.gated_mlp) * inner, 0.0
     if model.position_embedding == "rope":
-        attention += 2 * width  # copies in the order of causal and other rows
+        attention += queries + keys  # copies in the order of causal and other rows
     elif "attention" in missing:
         # Probabilities and what they are made of, of long rows not kept; scores of queries and of keys with each
         # position bucket, and copies.
@@ -445,4 +444,4 @@ def _activations(
     layers = model.num_hidden_layers * (read * size + sum(kept.values())) + once
     logits = 2 * size if "loss" not in missing else 20 if size == 2 else 16
     outside = 6 * 4 * width  # embeddings and their norm, the stream, its gradient and sums over depth
-    return tokens * (layers + outside) + targets * model.vocab_size * logits
+    return tokens * (layers + outside) + targets * model.padded_vocab_size * logits
