@@ -24,7 +24,7 @@ from training.metric_logger import MetricLogger, open_logger
 from training.plugins import Plugins
 from training.rank_checks import check_same_run
 from training.resume import open_run
-from training.saves import Saver, save, save_and_stop
+from training.saves import Saver, answer_spike, save, save_and_stop
 from training.sinks import check_sinks, leave
 from training.state import TrainState
 from training.status import StatusFile
@@ -132,6 +132,7 @@ def run_steps(
         waited = loader.advance()
         step = train_step(state, batch, targets, config, plan)  # micro-batches, all_reduce, clipping, LAMB, EMA
         step.metrics.update(inputs.exposure_after(state.step))
+        answer_spike(state, step, config.spike_policy == "rollback", saver, log)
         log.log_steps(metrics.push(step, loader_wait_seconds=waited))
 
         evaluates = evaluations.due(state.step)  # validation and samples, plugins, zero-shot suites

@@ -66,6 +66,7 @@ _BUDGETS = ("max_steps", "max_tokens", "max_words", "max_epochs")  # a run has o
 _ONLY_WITH = (
     ("optimizer", ("muon", "normuon"),
      ("matrix_learning_rate", "matrix_momentum", "cautious_weight_decay", "rest_optimizer")),
+    ("spike_policy", ("skip", "rollback"), ("spike_threshold",)),
     ("schedule", ("cosine",), ("cooldown_proportion",)),
     ("schedule", ("wsd",), ("decay_proportion", "decay_shape")),
 )  # fmt: skip

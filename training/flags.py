@@ -276,6 +276,15 @@ class Flags:
     max_gradient: float = _flag(
         2.0, "gradients are clipped to this global norm (0: not clipped)", "optimization", at_least(0)
     )
+    spike_policy: str = _flag(
+        "none", "what becomes of a step whose loss, of any objective, or gradient norm is not finite or exceeds the "
+        "median of the last 128 updates by more than --spike_threshold deviations (1.4826 x the median absolute one, "
+        "at least 1 % of the median; from 32 updates of the row length on). skip: its update is left out; rollback: so "
+        "are those since the last checkpoint, and the run goes on with the data after the spike. Steps then wait for "
+        "the device. none: only what is not finite counts, and ends the run", "optimization",
+        choices=("none", "skip", "rollback"),
+    )  # fmt: skip
+    spike_threshold: float = _flag(8.0, "see --spike_policy", "optimization", POSITIVE)
     ema_decay: float = _flag(
         0.999, "decay per step of the exponential moving average of the weights", "optimization", DECAY
     )
@@ -325,11 +334,9 @@ class Flags:
         0, "steps between evaluations on --evaluate_data (0: only at the end)", "logs", at_least(0)
     )
     evaluate_mode: str = _flag(
-        "all",
-        "how these are scored: masked (each token masked in turn), causal, fused (the mean of both) or all",
-        "logs",
-        choices=("all", "masked", "causal", "fused"),
-    )
+        "all", "how these are scored: masked (each token masked in turn), causal, fused (the mean of both) or all",
+        "logs", choices=("all", "masked", "causal", "fused"),
+    )  # fmt: skip
     save_every: int = _flag(1000, "steps between checkpoints (0: only at the end)", "logs", at_least(0))
     save_minutes: float = _flag(
         0.0, "minutes after a save at which the next is due, whatever the step (0: never)", "logs", at_least(0)
@@ -348,9 +355,7 @@ class Flags:
     save_tokens: str = _flag("", "the same in tokens: chck_10Mt", "logs", amounts_of("tokens"), kind=amount)
     save_epochs: str = _flag("", "the same in epochs: chck_2e", "logs", amounts_of("epochs"), kind=amount)
     save_weights_only: bool = _flag(
-        False,
-        "keep only weights and their average of named checkpoints: half the size, nothing to resume",
-        "logs",
+        False, "keep only weights and their average of named checkpoints: half the size, nothing to resume", "logs"
     )
     keep_last: int = _flag(
         0, "regular checkpoints to keep (0: all); those of --save_steps and with a name stay", "logs", at_least(0)
@@ -375,21 +380,16 @@ class Flags:
     wandb_project: str = _flag("", "wandb project (default: hybrid-pretraining)", "logs")
     wandb_entity: str = _flag("", "wandb user or team", "logs")
     wandb_mode: str = _flag(
-        "auto",
-        "auto: online with a login, offline without, disabled where wandb is not installed",
-        "logs",
+        "auto", "auto: online with a login, offline without, disabled where wandb is not installed", "logs",
         choices=("auto", "online", "offline", "disabled"),
-    )
+    )  # fmt: skip
     tensorboard: bool = _flag(
         False, "write TensorBoard's files into the run folder (needs the package tensorboard)", "logs"
     )
     plugin: tuple[str, ...] = _flag(
-        (),
-        "Python files, comma-separated, with metrics, evaluations and sinks of your own, such as examples/plugin.py",
-        "logs",
-        kind=text_list,
-        path=True,
-    )
+        (), "Python files, comma-separated, with metrics, evaluations and sinks of your own, such as "
+        "examples/plugin.py", "logs", kind=text_list, path=True,
+    )  # fmt: skip
 
     # jobs
     requeue: str = _flag(

@@ -1,11 +1,15 @@
-"""Loss of all objectives: sums over targets, divided by what was counted over the whole global batch."""
+"""Loss of all objectives: sums over targets, divided by what was counted over the whole global batch; its spikes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +25,11 @@ from ops.rope import VarlenSizes
 
 _DROPOUT = 201  # purpose of a row's dropout key, among the purposes in data/masking.py
 _DOCUMENTS = 64  # room for documents grows in steps of so many
+
+_WINDOW, _FEWEST = 128, 32  # updates that a step is compared with; with fewer, it is compared with none
+_LEAST_DEVIATION = 0.01  # of the median
+_MOST_IN_A_ROW = 5
+_MOST_RETURNS = 3  # to the same checkpoint
 
 # Columns of the sums that a micro-step returns, one line per objective.
 LOSS, SQUARED_LOG_Z, CORRECT, COUNT = range(4)
@@ -126,3 +135,81 @@ def hybrid_loss(
         scores = (scores[0] * own, scores[1] * own, scores[2])
     loss = (weight * (scores[0] + z_loss_weight * scores[1])).sum()
     return loss, sums_by_objective(scores, objective), inputs
+
+
+class SpikeGuard:
+    """Finds the steps that --spike_policy is for, from figures that are the same on all ranks.
+
+    A figure (the mean loss of an objective, or the norm of the gradients before clipping) is a spike where it is not
+    finite, or exceeds the median of the last 128 updates by more than `threshold` deviations: 1.4826 times their median
+    absolute deviation, as of a normal distribution (Rousseeuw and Croux 1993, section 1), at least 1 % of the median.
+    Fewer than 32 updates, or those of another row length, say nothing. Spikes do not count as updates; after five in a
+    row the next one is taken for a new level, where it is finite, and the comparison begins anew.
+    """
+
+    def __init__(self, threshold: float, saved: Mapping[str, Any] | None = None) -> None:
+        """saved: `to_json` of the checkpoint that a run resumes from."""
+        self._threshold = threshold
+        self.spikes = self.rollbacks = 0
+        self._in_a_row = self._returns = self._returned_to = 0
+        self.restore(saved or {})
+        if saved is not None:
+            self.spikes, self.rollbacks = saved["spikes"], saved["rollbacks"]
+            self._in_a_row, self._returns, self._returned_to = saved["state"]
+
+    def to_json(self) -> dict[str, Any]:
+        """All that it knows."""
+        return {
+            "spikes": self.spikes,
+            "rollbacks": self.rollbacks,
+            "state": [self._in_a_row, self._returns, self._returned_to],
+            "row_length": self._row_length,
+            "window": {name: list(values) for name, values in self._window.items()},
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Compare with the updates before a checkpoint again, to whose state a run has returned."""
+        self._row_length = saved.get("row_length", 0)
+        self._window = {name: deque(values, _WINDOW) for name, values in saved.get("window", {}).items()}
+
+    def judge(self, row_length: int, figures: Mapping[str, float]) -> tuple[bool, str]:
+        """Whether a step with these figures is a spike, and a sentence where it is, or is taken for a new level."""
+        if row_length != self._row_length:
+            self._row_length, self._window = row_length, {}
+        found = [words for name, value in figures.items() if (words := self._excess(name, value))]
+        finite = all(map(math.isfinite, figures.values()))
+        if found and (self._in_a_row < _MOST_IN_A_ROW or not finite):
+            self._in_a_row += 1
+            self.spikes += 1
+            return True, found[0]
+        if found:
+            self._window = {}
+            found = [f"{found[0]}, but so had the {_MOST_IN_A_ROW} steps before: taken for a new level"]
+        self._in_a_row = 0
+        for name, value in figures.items():
+            self._window.setdefault(name, deque(maxlen=_WINDOW)).append(value)
+        return False, found[0] if found else ""
+
+    def hopeless(self) -> bool:
+        """Whether more steps in a row were spikes than a new level explains."""
+        return self._in_a_row > _MOST_IN_A_ROW
+
+    def returns_to(self, step: int) -> bool:
+        """Count a return to a checkpoint; whether there were not too many to the same one."""
+        self._returns = self._returns + 1 if step == self._returned_to else 1
+        self._returned_to = step
+        self.rollbacks += self._returns <= _MOST_RETURNS
+        return self._returns <= _MOST_RETURNS
+
+    def _excess(self, name: str, value: float) -> str:
+        known = self._window.get(name, ())
+        if not math.isfinite(value):
+            return f"the {name} is {value}"
+        if len(known) < _FEWEST:
+            return ""
+        middle = median(known)
+        deviation = max(1.4826 * median(abs(other - middle) for other in known), _LEAST_DEVIATION * abs(middle))
+        excess = (value - middle) / deviation if deviation else 0.0
+        if excess <= self._threshold:
+            return ""
+        return f"the {name} is {value:.4g}, {excess:.0f} deviations above the median of {middle:.4g}"

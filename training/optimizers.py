@@ -346,11 +346,10 @@ class OptimizerStep:
         notice. Parameters without gradient stay as they are. What becomes of the gradients is not defined.
         Raises ConfigError for an optimizer that cannot be sharded.
         """
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        parameters = self._updated()
         if self._buckets is None:
             return self._update(parameters, self.max_norm)
-        parameters = [parameter for parameter in parameters if parameter in (self._buckets.owned or ())]
-        norm = self._buckets.norms([[p.grad for p in parameters if p.grad is not None]])[0]
+        norm = self.gradient_norm()
         if self.max_norm < math.inf:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm, foreach=True)
         self._update(parameters, math.inf)
@@ -359,6 +358,19 @@ class OptimizerStep:
             self._compares = False
         self._buckets.share_weights()
         return norm
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of all gradients taken as one vector, before clipping; nothing waits for it."""
+        gradients = [parameter.grad for parameter in self._updated() if parameter.grad is not None]
+        if self._buckets is None:
+            return torch.nn.utils.get_total_norm(gradients, foreach=True)
+        return self._buckets.norms([gradients])[0]
+
+    def _updated(self) -> list[nn.Parameter]:
+        """The parameters with a gradient that this rank updates."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        owned = None if self._buckets is None else self._buckets.owned
+        return parameters if owned is None else [parameter for parameter in parameters if parameter in owned]
 
     def _check_groups(self, world: World) -> None:
         """Refuse an optimizer whose groups keep what depends on all parameters, of which each rank has a part."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from data.atomic_io import write_atomically
 from data.objectives import added_objectives
-from training.checkpoint import FileImage, SaveError, give_name, prune, write_checkpoint
+from training.checkpoint import Checkpoint, FileImage, SaveError, give_name, open_checkpoint, prune, write_checkpoint
 from training.distributed import World, on_main
 from training.errors import NonFiniteError
 from training.inputs import Inputs
@@ -34,6 +34,7 @@ from training.rank_checks import check_ranks
 from training.run_dir import RunFolder, versions
 from training.state import TrainState
 from training.status import RUNNING, StatusFile, checkpoint_folders, list_checkpoints, step_of
+from training.step import InFlightStep
 from training.stopping import Stop, StopConditions, most_urgent
 
 _PAUSE_SECONDS = 1.0  # before a save is tried again: a file server may be on its way back
@@ -64,6 +65,30 @@ def save_and_stop(state: TrainState, saver: Saver | None, conditions: StopCondit
     if on_main(state.world, lambda: saver and saver.finish()) != state.step:
         save(state, saver, last=True)
     return most_urgent(state.world.all_gather_objects(conditions.request, "stop requests"))
+
+
+def answer_spike(
+    state: TrainState, step: InFlightStep, rolls_back: bool, saver: Saver | None, log: MetricLogger
+) -> None:
+    """Say what became of a step that is a spike (--spike_policy), and count it; with `rolls_back`, return all ranks to
+    the last checkpoint. Raises NonFiniteError on all ranks where that has been tried too often."""
+    guard = state.spikes
+    if guard is None:
+        return
+    answer = "its update is left out"
+    if step.spiked and rolls_back:
+        state.world.progress.in_step = False
+        checkpoint = on_main(state.world, lambda: saver and saver.last_checkpoint())
+        if checkpoint is not None and not guard.returns_to(checkpoint.step):
+            raise NonFiniteError(f"step {state.step}: {step.words}, after as many returns to {checkpoint.path} as help")
+        if checkpoint is not None:
+            state.return_to(checkpoint)
+            answer = f"the run returns to the state of {checkpoint.path.name} and goes on with the data after the spike"
+        else:
+            answer += ", as there is no checkpoint yet"
+    if step.words:
+        log.say(f"note: step {state.step}: {step.words}" + f"; {answer}" * step.spiked)
+    step.metrics.update({"stats/spikes": guard.spikes, "stats/rollbacks": guard.rollbacks})
 
 
 def check_finite(state: TrainState, tensors: Tensors) -> None:
@@ -295,6 +320,11 @@ class Saver:
             raise error
         return self._saved_step
 
+    def last_checkpoint(self) -> Checkpoint | None:
+        """The last save that worked. Raises SaveError or CheckpointError."""
+        self.finish()
+        return None if self.newest is None else open_checkpoint(self.newest)
+
     def close(self) -> None:
         """Wait for what is being written when a run ends by an error, whose reason is told already."""
         if self._writer is not None:
@@ -373,6 +403,7 @@ class Saver:
             "ledger": inputs.ledger(step),
             "hours": round(self._conditions.hours, 4),
             "flags": inputs.config.to_dict(),
+            **({} if state.spikes is None else {"spikes": state.spikes.to_json()}),
             **({"starts": dict(state.starts)} if any(state.starts.values()) else {}),
             "data": inputs.data_identity,
             "held_out": inputs.held_out_identity,

@@ -24,6 +24,7 @@ from training.distributed import World, on_main
 from training.ema import Ema
 from training.forward_backward import ForwardBackward, compile_layers, graph_obstacle, recompute_activations
 from training.gradients import BUCKET_BYTES, GradientBuckets
+from training.loss import SpikeGuard
 from training.optimizers import (
     MatrixOptions,
     OptimizerStep,
@@ -41,7 +42,8 @@ _INITIALISATION = 301  # purpose of the key that seeds the initial weights
 class TrainState:
     """All that training changes. `step` counts optimizer steps done.
 
-    before_update: called before weights change, which a save may still be copying.
+    spikes: what --spike_policy knows, None for "none". before_update: called before weights change, which a save may
+    still be copying.
     """
 
     step: int
@@ -52,8 +54,9 @@ class TrainState:
     ema: Ema
     optimizer_step: OptimizerStep
     forward_backward: ForwardBackward
-    starts: Mapping[str, int]  # steps at which the optimizer's state and the schedule began: 0, where nothing was reset
+    starts: dict[str, int]  # steps at which the optimizer's state and the schedule began: 0, where nothing was reset
     bit_sums: BitSums = field(default_factory=BitSums)
+    spikes: SpikeGuard | None = None
     before_update: Callable[[], None] = lambda: None
 
     @property
@@ -97,7 +100,20 @@ class TrainState:
             model, gradients, options, config.z_loss_weight, world.device, bool(config.mixed_precision), captures
         )
         update = OptimizerStep(model, optimizer, ema, config.max_gradient or math.inf, gradients)
-        return cls(step, world, model, gradients, optimizer, ema, update, forward_backward, starts)
+        spikes = None
+        if config.spike_policy != "none":
+            spikes = SpikeGuard(config.spike_threshold, checkpoint and checkpoint.record.get("spikes"))
+        return cls(step, world, model, gradients, optimizer, ema, update, forward_backward, starts, spikes=spikes)
+
+    def return_to(self, checkpoint: Checkpoint) -> None:
+        """Take weights, average and moments of an earlier step of this run, and continue at the present one."""
+        self.before_update()
+        starts = checkpoint.record.get("starts", {"optimizer": 0})
+        self.model.load_state_dict(checkpoint.tensors("model"))
+        _load(checkpoint, self.model, self.optimizer, self.ema, checkpoint.step, starts, self.world)
+        self.starts["optimizer"] = self.step - (checkpoint.step - starts["optimizer"])
+        if self.spikes is not None:
+            self.spikes.restore(checkpoint.record.get("spikes", {}))
 
 
 def _begin(config: TrainingConfig, checkpoint: Checkpoint | None) -> tuple[int, dict[str, int]]:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,16 +72,14 @@ def train_step(
     done = step + 1
     wants_norms = config.log_stats_every and done % config.log_stats_every == 0
     extra = norms_by_role(state) if wants_norms else {}
-    begun = state.starts["schedule"]
-    at, length = step - begun, config.max_steps - begun
-    rate = learning_rate(
-        at, length, config.learning_rate, config.warmup_proportion, config.cooldown_proportion,
-        config.schedule, config.decay_proportion, config.decay_shape,
-    )  # fmt: skip
-    set_rates(state.optimizer, rate, decay_factor(at, length, config.weight_decay, config.weight_decay_end))
-    state.ema.decay = average_decay(done - begun, config.ema_decay, bool(config.ema_warmup))
-    state.before_update()
-    grad_norm = state.optimizer_step()
+    rate = _set_schedules(state, config)
+    spiked, words, grad_norm = _find_spike(state, batch, targets) if state.spikes is not None else (False, "", None)
+    if spiked:
+        assert isinstance(grad_norm, torch.Tensor)
+        state.starts["optimizer"] += 1  # its updates are counted from there: one less
+    else:
+        state.before_update()
+        grad_norm = state.optimizer_step()
     state.gradients.zero()
     state.step = done
 
@@ -107,8 +105,47 @@ def train_step(
     check = begin_check(state, world) if every and done % every == 0 else None
     finished = now(world.device)  # after the copies, which are read once it has passed
     return InFlightStep(
-        batch.plan, metrics, tuple(targets), weights.per_objective, all_sums, local_sums, prints, extra, finished, check
-    )
+        batch.plan, metrics, tuple(targets), weights.per_objective, all_sums, local_sums, prints, extra, finished,
+        check, spiked, words,
+    )  # fmt: skip
+
+
+def _set_schedules(state: TrainState, config: TrainingConfig) -> float:
+    """Give optimizer and average their rates for the step to come; returns the learning rate."""
+    begun = state.starts["schedule"]
+    at, length = state.step - begun, config.max_steps - begun
+    rate = learning_rate(
+        at, length, config.learning_rate, config.warmup_proportion, config.cooldown_proportion,
+        config.schedule, config.decay_proportion, config.decay_shape,
+    )  # fmt: skip
+    set_rates(state.optimizer, rate, decay_factor(at, length, config.weight_decay, config.weight_decay_end))
+    state.ema.decay = average_decay(at + 1, config.ema_decay, bool(config.ema_warmup))
+    return rate
+
+
+def _find_spike(state: TrainState, batch: StepBatch, targets: Sequence[float]) -> tuple[bool, str, torch.Tensor]:
+    """Whether this step is a spike, a sentence about it, and the norm of the gradients; waits for the device.
+
+    Raises on all ranks: DivergenceError where they differ, NonFiniteError where too many steps in a row are not finite.
+    """
+    assert state.spikes is not None
+    world, done = state.world, batch.plan.step + 1
+    norm = state.optimizer_step.gradient_norm()
+    local_sums = torch.cat((state.forward_backward.sums.flatten(), norm.to(torch.float64).view(1)))
+    sums = world.to_host(world.all_reduce(local_sums.clone(), "losses"))
+    losses = sums[:-1].view(len(OBJECTIVE_NAMES), -1)[:, LOSS].tolist()
+    figures = {
+        f"{name} loss": loss / count
+        for name, loss, count in zip(OBJECTIVE_NAMES, losses, targets, strict=True)
+        if count
+    }
+    figures["gradient norm"] = float(sums[-1]) / world.size
+    spiked, words = state.spikes.judge(batch.plan.seq_length, figures)
+    if not all(map(math.isfinite, figures.values())):
+        error = _non_finite(done, local_sums, world)
+        if isinstance(error, DivergenceError) or state.spikes.hopeless():
+            raise error
+    return spiked, words, norm
 
 
 def warm_up(state: TrainState, builder: BatchBuilder, split: str, local_batch_size: int) -> str:
@@ -146,6 +183,7 @@ class InFlightStep:
     sums: float64 [4 * objectives + 1], `sums_by_objective` and the norm of the gradients, added up over ranks: a norm
     is each rank's own, and one that a single rank finds bad ends the run on all.
     local_sums: the same of this rank alone, on the device, to find out which rank a bad value comes from.
+    spiked: whether its update was left out (--spike_policy). words: about that, or about a new level.
     """
 
     plan: StepPlan
@@ -158,6 +196,8 @@ class InFlightStep:
     extra: dict[str, torch.Tensor]
     finished: torch.cuda.Event | float
     check: RankCheck | None = None
+    spiked: bool = False
+    words: str = ""
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -251,8 +291,9 @@ class AsyncStepMetrics:
         record = dict(pending.metrics)
         sums = pending.sums[:-1].view(len(OBJECTIVE_NAMES), -1).tolist()
         norm = float(pending.sums[-1]) / self._world.size
-        if not all(math.isfinite(line[LOSS]) for line in sums) or not math.isfinite(norm):
-            _raise_non_finite(pending, self._world)
+        finite = all(math.isfinite(line[LOSS]) for line in sums) and math.isfinite(norm)
+        if not finite and not pending.spiked:
+            raise _non_finite(pending.metrics["step"], pending.local_sums, self._world)
         total = z_total = correct = count = 0.0
         parts = zip(OBJECTIVE_NAMES, sums, pending.targets, pending.objective_weight, strict=True)
         for name, part, targets, weight in parts:
@@ -279,9 +320,9 @@ class AsyncStepMetrics:
         return record
 
 
-def _raise_non_finite(pending: InFlightStep, world: World) -> NoReturn:
-    """Say which rank and objective a bad value came from; called by all ranks."""
-    everyone = world.all_gather_objects(pending.local_sums.tolist(), "losses")  # of each rank as `sums`
+def _non_finite(step: int, local_sums: torch.Tensor, world: World) -> NonFiniteError | DivergenceError:
+    """An error that says which rank and objective a bad value came from; called by all ranks."""
+    everyone = world.all_gather_objects(local_sums.tolist(), "losses")  # of each rank as `sums`
     columns = len(everyone[0]) // len(OBJECTIVE_NAMES)
     bad = [
         f"rank {rank}, {name} objective: the summed loss is {loss}"
@@ -290,10 +331,9 @@ def _raise_non_finite(pending: InFlightStep, world: World) -> NoReturn:
         if not math.isfinite(loss)
     ]
     norms = {rank: sums[-1] for rank, sums in enumerate(everyone) if not math.isfinite(sums[-1])}
-    step = pending.metrics["step"]
     if bad:
-        raise NonFiniteError(f"step {step}: {'; '.join(bad)}")
+        return NonFiniteError(f"step {step}: {'; '.join(bad)}")
     text = f"step {step}: all losses are finite but the gradient norm is {next(iter(norms.values()))}"
     if len(norms) == world.size:
-        raise NonFiniteError(text)
-    raise DivergenceError(f"{text} on rank {ranks_text(norms)} alone, though of the same sums: its device is faulty")
+        return NonFiniteError(text)
+    return DivergenceError(f"{text} on rank {ranks_text(norms)} alone, though of the same sums: its device is faulty")

@@ -121,6 +121,23 @@ def lost_disk(rank: int) -> Iterator[None]:
         yield
 
 
+@fault
+def spikes(rank: int) -> Iterator[None]:
+    """Gradients of the steps in SPIKES ("14,22") are a million times as large, on all ranks; eight updates suffice."""
+    import train_single_gpu
+
+    train_step, at = train_single_gpu.train_step, [int(step) for step in os.environ["SPIKES"].split(",")]
+
+    def step(state, *arguments):
+        passes = state.forward_backward
+        large = lambda key, weights, begin=passes.begin: begin(key, [1e6 * weight for weight in weights])  # noqa: E731
+        with mock.patch.object(passes, "begin", large) if state.step + 1 in at else contextlib.nullcontext():
+            return train_step(state, *arguments)
+
+    with mock.patch.object(train_single_gpu, "train_step", step), mock.patch("training.loss._FEWEST", 8):
+        yield
+
+
 def _flips(rank: int, choose: Callable) -> Iterator[None]:
     """A bit of a tensor that `choose` finds in the state flips on rank 1 after step 5."""
     import train_single_gpu
@@ -230,10 +247,11 @@ def main() -> None:
     for fields in json.loads(sys.argv[1]):
         run, text = Run(**fields), io.StringIO()
         arguments = [*run.arguments, *(run.rank_1 if rank == 1 else ())]
-        variables = {"MASTER_PORT": str(run.port), **(run.variables if rank == 1 else {})}
-        broken = FAULTS[run.fault](rank) if run.fault else contextlib.nullcontext()
+        variables = {"MASTER_PORT": str(run.port), **(run.variables if rank == 1 or "SPIKES" in run.variables else {})}
         printed = contextlib.redirect_stdout(text), contextlib.redirect_stderr(text)
-        with mock.patch.dict(os.environ, variables), broken, printed[0], printed[1]:
+        with mock.patch.dict(os.environ, variables), printed[0], printed[1], contextlib.ExitStack() as stack:
+            if run.fault:
+                stack.enter_context(FAULTS[run.fault](rank))
             code = train(arguments, start_world)
         print(json.dumps(asdict(Outcome(code, text.getvalue()))), flush=True)
 
