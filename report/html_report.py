@@ -1,9 +1,11 @@
 """One or several runs as one HTML page that needs no network: losses, scores, schedules, speed, restarts, samples.
 
     python report/html_report.py RUN... [-o report.html] [--watch]
+    python report/html_report.py RUN... --group [--by learning_rate] [--baseline NAME]
 
 RUN is a run folder or a metrics.jsonl file, finished or still training. The page follows the reader's light or dark
 setting and reads on a phone. With --watch it is written anew as metrics arrive, and an open page follows by itself.
+With --group runs that differ in seeds alone are taken together: means, errors, significance, scores by settings.
 evaluation/samples.py adds sample completions to a run.
 """
 
@@ -22,6 +24,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
+from report.group_page import group_page
 from report.metrics import ReportError, load_metrics
 from report.page import page
 from report.plot import draw
@@ -43,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
         check(options, output)
         if options.watch:
             return watch(options.runs, output, options.interval)
-        write(read_runs(options.runs), output)
+        runs = read_runs(options.runs)
+        write(runs, output, content=group_page(runs, options.by, options.baseline) if options.group else "")
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -70,6 +74,20 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="where to write the page (default: RUN/report.html for one run, report.html here for several)",
     )  # fmt: skip
     parser.add_argument(
+        "--group", action="store_true",
+        help="take runs that differ in nothing but seeds together: means, errors, significance, scores by settings",
+    )  # fmt: skip
+    parser.add_argument(
+        "--by", nargs="+", default=[], metavar="SETTING",
+        help="with --group: flags (or model.KEY) that groups differ in (default: all settings that differ)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--baseline",
+        default="",
+        metavar="NAME",
+        help="with --group: a run of what to compare with (default: the first)",
+    )
+    parser.add_argument(
         "--watch",
         action="store_true",
         help="write the page anew as metrics arrive, until all runs are finished or Ctrl-C",
@@ -91,15 +109,21 @@ def check(options: argparse.Namespace, output: Path) -> None:
         raise ReportError(f"--output {output} is a folder: name a file in it, such as {output / 'report.html'}.")
     if not output.parent.is_dir():
         raise ReportError(f"--output {output}: there is no folder {output.parent}; make it first.")
+    if (options.by or options.baseline) and not options.group:
+        raise ReportError("--by and --baseline are about groups: give --group, too.")
+    if options.group and options.watch:
+        raise ReportError("--group and --watch do not go together: leave one of them out.")
     if not options.interval > 0:
         raise ReportError(f"--interval is {options.interval:g}: give a number of seconds above 0.")
 
 
-def write(runs: list[Run], output: Path, refresh: float = 0.0) -> None:
-    """Write the page, which appears complete or not at all. Raises OSError."""
+def write(runs: list[Run], output: Path, refresh: float = 0.0, content: str = "") -> None:
+    """Write the page of runs, or another of them, which appears complete or not at all. Raises OSError."""
     for gap in (gap for run in runs for gap in run.metrics.gaps):
         print(gap, file=sys.stderr)
-    write_atomically(output, page(runs, refresh).encode(errors="replace"))  # half a surrogate pair is no text
+    write_atomically(
+        output, (content or page(runs, refresh)).encode(errors="replace")
+    )  # half a surrogate pair is no text
 
 
 def publish_report(folder: Path, log: MetricLogger, step: int) -> None:

@@ -53,6 +53,21 @@ def page(runs: list[Run], refresh: float = 0.0) -> str:
     parts = contents(runs, charts)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     data = page_data(runs, charts, refresh)
+    inside = f"""{header(runs, title)}
+{toolbar(runs, [(name, heading) for name, heading, _ in parts], data)}
+<main>
+<noscript><p class="note">The charts of this page need JavaScript; tables and figures do not.</p></noscript>
+{body(parts, side_by_side=len(runs) == 1)}
+</main>"""
+    script = f"""<div id="tip" role="status" hidden></div>
+<script type="application/json" id="data">{inline_json(data)}</script>
+<script>
+{(_ASSETS / "page.js").read_text(encoding="utf-8")}</script>"""
+    return document(title, inside, script, " Drag over a chart to look closer at a part, double-click to go back.")
+
+
+def document(title: str, inside: str, script: str = "", hint: str = "") -> str:
+    """A page with everything inline. inside: HTML of header and main; hint: a sentence at the foot."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -66,18 +81,10 @@ def page(runs: list[Run], refresh: float = 0.0) -> str:
 {(_ASSETS / "page.css").read_text(encoding="utf-8")}</style>
 </head>
 <body>
-{header(runs, title)}
-{toolbar(runs, [(name, heading) for name, heading, _ in parts], data)}
-<main>
-<noscript><p class="note">The charts of this page need JavaScript; tables and figures do not.</p></noscript>
-{body(parts, side_by_side=len(runs) == 1)}
-</main>
+{inside}
 <footer>Written {datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")} UTC by
-<code>report/html_report.py</code>. Drag over a chart to look closer at a part, double-click to go back.</footer>
-<div id="tip" role="status" hidden></div>
-<script type="application/json" id="data">{inline_json(data)}</script>
-<script>
-{(_ASSETS / "page.js").read_text(encoding="utf-8")}</script>
+<code>report/html_report.py</code>.{hint}</footer>
+{script}
 </body>
 </html>
 """
@@ -279,12 +286,12 @@ def comparison(runs: list[Run]) -> str:
                 cells.append(MISSING)
                 continue
             value, remark = html.escape(found[name].value), html.escape(found[name].remark)
-            best = _same_data(name, runs) and _is_best(name, found[name].value, values)
+            best = same_data(name, runs) and _is_best(name, found[name].value, values)
             strong = f"<b>{value}</b>" if best else value
             cells.append(f"{strong}<small>{remark}</small>" if remark else strong)
         rows.append(cells)
     head = [f"{swatch(number)}{html.escape(r.name)}{chip(r)}" for number, r in enumerate(runs)]
-    names = [row[0] for row in rows if "loss" in row[0] and not _same_data(row[0], runs)]
+    names = [row[0] for row in rows if "loss" in row[0] and not same_data(row[0], runs)]
     note = (
         f"<p class='note'>The runs are not known to use the same data for {', '.join(names)}: "
         "none is marked as the best.</p>"
@@ -292,7 +299,7 @@ def comparison(runs: list[Run]) -> str:
     return table(["", *head], rows, "numbers compared") + (note if names else "")
 
 
-def _same_data(name: str, runs: list[Run]) -> bool:
+def same_data(name: str, runs: list[Run]) -> bool:
     """Whether runs measured figure `name`, if it is a loss, on the same tokens, by the fingerprints in config.json."""
     if "loss" not in name:
         return True

@@ -95,9 +95,9 @@ def configuration(runs: Sequence[Run]) -> str:
     names = [n for n in dict.fromkeys(n for found in values for n in found) if n not in _OF_THE_FOLDER]
     if len(runs) == 1:
         changed = [name for name in names if _differs_from_default(name, values[0][name])]
-        rows = [[_name(n), _code(values[0][n]), escape(_default(n))] for n in changed]
+        rows = [[setting_name(n), _code(values[0][n]), escape(_default(n))] for n in changed]
         first = table(["Set for this run", "Value", "Default"], rows) if rows else ""
-        every = table(["Setting", "Value"], [[_name(n), _code(values[0][n])] for n in names])
+        every = table(["Setting", "Value"], [[setting_name(n), _code(values[0][n])] for n in names])
         return f"{first}<details><summary>All {len(names)} settings</summary>{every}</details>"
     absent = object()
     different = [
@@ -106,14 +106,15 @@ def configuration(runs: Sequence[Run]) -> str:
         if n not in _OF_THE_FOLDER and len({json.dumps(v.get(n, None), sort_keys=True) for v in values}) > 1
     ]
     head = ["Setting", *(escape(run.name) for run in runs)]
-    rows = [[_name(n), *(_code(v[n]) if n in v else MISSING for v in values)] for n in different]
+    rows = [[setting_name(n), *(_code(v[n]) if n in v else MISSING for v in values)] for n in different]
     same = [n for n in names if n not in different and values[0].get(n, absent) is not absent]
-    common = table(["Setting", "Value"], [[_name(n), _code(values[0][n])] for n in same])
+    common = table(["Setting", "Value"], [[setting_name(n), _code(values[0][n])] for n in same])
     first = table(head, rows) if rows else "<p>These runs have the same configuration.</p>"
     return f"{first}<details><summary>{len(same)} settings that all of them share</summary>{common}</details>"
 
 
-def _name(name: str) -> str:
+def setting_name(name: str) -> str:
+    """A setting as HTML, a flag with its help."""
     group, _, flag = name.partition(".")
     known = FIELDS.get(flag) if group == "flags" else None
     hint = f' title="{html.escape(known.metadata["help"])}"' if known else ""

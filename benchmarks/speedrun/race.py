@@ -31,6 +31,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 from benchmarks.timing import environment
 from data.cli import Parser
 from data.shards import read_manifest
+from report.groups import welch
 from training.metric_logger import read_metrics
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
@@ -127,22 +128,6 @@ def _values(result: dict[str, Any]) -> dict[str, float]:
         for mode in _MODES:
             values[f"{name} {mode}"] = 100 * result["pairs"]["sets"][name]["modes"][mode]["mean"]["accuracy"]
     return {**values, "seconds": result["seconds"]}
-
-
-def welch(first: Sequence[float], second: Sequence[float]) -> float:
-    """Two-sided p-value that two samples (two values or more each) have one mean, their variances unequal."""
-    errors = [statistics.variance(values) / len(values) for values in (first, second)]
-    difference = abs(statistics.fmean(first) - statistics.fmean(second))
-    if not sum(errors):
-        return float(not difference)
-    t = difference / math.sqrt(sum(errors))
-    freedom = sum(errors) ** 2 / sum(e**2 / (len(v) - 1) for e, v in zip(errors, (first, second), strict=True))
-    # Student's density over 0 .. t by Simpson's rule, with x = sqrt(freedom) * tan(angle): cos(angle)^(freedom - 1).
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-    end, pieces = math.atan(t / math.sqrt(freedom)), 1000
-    heights = [math.cos(end * i / pieces) ** (freedom - 1) for i in range(pieces + 1)]
-    weighted = sum(h * (1 if i in (0, pieces) else 4 if i % 2 else 2) for i, h in enumerate(heights))
-    return max(0.0, 1 - 2 * scale * weighted * end / pieces / 3)
 
 
 def _row(name: str, runs: list[dict[str, float]], baseline: list[dict[str, float]] | None) -> str:
