@@ -6,6 +6,8 @@ import os
 # few cores, more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Hundreds of processes import this code: they compile it once, whatever the shell of the tests says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -175,8 +177,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if len(str(prefix)) > LONGEST_PREFIX:
         prefix = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     running = Cluster(prefix)
-    # Dozens of processes import this code: they compile it once, whatever the shell of the tests says.
-    running.environment.pop("PYTHONDONTWRITEBYTECODE", None)
     reason = obstacle()
     if reason is None:
         try:

@@ -187,6 +187,10 @@ def test_residual_and_norm_kernels_are_not_available_without_cuda():
     assert not gated_norm_cuda.available(x.device, 128)
 
 
+def test_compilers_take_the_result_of_the_warning_as_constant():
+    assert vars(residual._traced) == vars(torch.compiler.assume_constant_result(lambda: False))
+
+
 def test_gated_norm_splits_a_row_evenly_over_threads():
     for width in range(32, 8193, 32):
         warps = gated_norm_cuda._warps(width)
