@@ -45,6 +45,7 @@ from evaluation.scoring import (
     load_for_scoring,
     say_of_positions,
     score_texts,
+    write_results,
 )
 from evaluation.token_log_probs import SpecialIds, TokenizedSentences, joined, sentence_sums
 from evaluation.zero_shot import READING, Dataset, by_item, encode_items, find_datasets
@@ -81,7 +82,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def evaluate(options: argparse.Namespace) -> None:
     """Print the results of every model, and write what --output asks for."""
-    check_scoring_flags(options)
+    check_scoring_flags(options, files=())  # --output names a folder
     names = [model_name(path, options.ema) for path in options.model]
     for path, name in zip(options.model, names, strict=True):
         if options.output and names.count(name) > 1:
@@ -246,7 +247,7 @@ def write(folder: Path, suite: Suite, scores: dict[str, dict[str, np.ndarray]], 
             file = folder / _BACKENDS[mode] / each.task / each.name / "predictions.json"
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps(content, ensure_ascii=False).encode())
-    write_atomically(folder / "results.json", (json.dumps(found, indent=1) + "\n").encode())
+    write_results(folder / "results.json", found)
 
 
 if __name__ == "__main__":

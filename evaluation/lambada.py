@@ -10,7 +10,6 @@ masked, with a mask for each token from there on, so that their number is known.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,19 +21,20 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import numpy as np
 from tokenizers import Tokenizer
 
-from data.atomic_io import write_atomically
 from data.cli import Parser
 from evaluation.generation import run
 from evaluation.minimal_pairs import as_json
 from evaluation.pair_accuracy import accuracy, read_lines, text_of
 from evaluation.scoring import (
+    about,
     add_mode_flag,
     add_scoring_flags,
-    check_output,
     check_scoring_flags,
+    chosen_objectives,
     load_for_scoring,
     say_of_positions,
     score_texts,
+    write_results,
 )
 from evaluation.token_log_probs import SpecialIds, TokenizedSentences, encode_sentences, sentence_sums
 from training.config import ConfigError
@@ -57,18 +57,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def evaluate(options: argparse.Namespace) -> None:
     """Print accuracy and perplexity, and write what --output asks for."""
     check_scoring_flags(options)
-    check_output(options.output, "--output")
     texts = read_texts(Path(options.data), "--data")
-    model, modes = load_for_scoring(options), ("masked", "causal") if options.mode == "all" else (options.mode,)
+    model, modes = load_for_scoring(options), chosen_objectives(options.mode)
     last = encode_last_words(texts, model.loaded.tokenizer, model.special)
     say_of_positions(model, [last])
-    found = {"model": options.model, "weights": "ema" if options.ema else "trained", "texts": len(texts)}
+    found = {**about(options), "texts": len(texts)}
     for mode, scores in score_texts(model, dict.fromkeys(modes, last), word_l2r=True, best=True).items():
         found[mode] = of = results(last, scores)
         low, right, high = (100 * of["accuracy"][key] for key in ("low", "accuracy", "high"))
         print(f"{mode:<7} accuracy {right:.1f} % [{low:.1f}, {high:.1f}], perplexity {of['perplexity']:,.2f}")
-    if options.output:
-        write_atomically(options.output, (json.dumps(found, indent=1) + "\n").encode())
+    write_results(options.output, found)
 
 
 def read_texts(path: Path, flag: str) -> dict[str, str]:

@@ -46,12 +46,13 @@ from evaluation.pair_accuracy import (
     read_pair_sets,
 )
 from evaluation.scoring import (
+    about,
     add_mode_flag,
     add_scoring_flags,
-    check_output,
     check_scoring_flags,
     enough_memory,
     load_for_scoring,
+    write_results,
 )
 from evaluation.token_log_probs import count_tokens
 
@@ -90,13 +91,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def evaluate(options: argparse.Namespace) -> None:
     """Print the results of every set, and write what the flags ask for."""
-    check_scoring_flags(options)
+    check_scoring_flags(options, ("output", "scores", "plot"))
     if not 0 < options.temperature < math.inf:
         raise UsageError(f"--temperature is {options.temperature:g}: give a number above 0.")
     if options.select_temperature and options.temperature != 1:
         raise UsageError("--temperature and --select_temperature both say which temperature to use: give one of them.")
-    for flag in ("output", "scores", "plot"):
-        check_output(getattr(options, flag), f"--{flag}")
     if options.plot:
         check_plot(options.plot)
     sets = read_pair_sets(options.data, "--data")
@@ -111,13 +110,7 @@ def evaluate(options: argparse.Namespace) -> None:
             temperatures=temperatures, progress=bar.update,
         )  # fmt: skip
 
-    results: dict[str, Any] = {
-        "model": options.model,
-        "weights": "ema" if options.ema else "trained",
-        "document_end": model.document_end,
-        "word_l2r": options.word_l2r,
-        "sets": {},
-    }
+    results = {**about(options), "document_end": model.document_end, "word_l2r": options.word_l2r, "sets": {}}
     for number, each in enumerate(sets):
         by_mode = {mode: scores[mode][number] for mode in modes}
         found = summarise(each, by_mode, temperatures, options.select_temperature)
@@ -125,8 +118,7 @@ def evaluate(options: argparse.Namespace) -> None:
         print("\n".join(table(each.name, found)), flush=True)
     if options.scores:
         write_atomically(options.scores, score_lines(sets, scores, temperatures).encode())
-    if options.output:
-        write_atomically(options.output, (json.dumps(results, indent=1) + "\n").encode())
+    write_results(options.output, results)
     if options.plot:
         draw(results, Path(options.plot))
 

@@ -35,7 +35,6 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import numpy as np
 from torch import nn
 
-from data.atomic_io import write_atomically
 from data.cli import Parser
 from data.corpus import Corpus, CorpusError
 from data.loader import ValidationSet
@@ -46,13 +45,15 @@ from evaluation.elbo import measure_bound
 from evaluation.generation import LoadedModel, UsageError, run
 from evaluation.scoring import (
     ScoringModel,
+    about,
     add_mode_flag,
     add_scoring_flags,
-    check_output,
     check_scoring_flags,
+    chosen_objectives,
     enough_memory,
     load_for_scoring,
     score_texts,
+    write_results,
 )
 from evaluation.token_log_probs import SpecialIds, TokenizedSentences
 from evaluation.validation import validate
@@ -101,23 +102,15 @@ def evaluate(options: argparse.Namespace) -> None:
         raise UsageError(f"--mask_p is {options.mask_p:g}: give a fraction above 0 and up to 1.")
     if options.elbo == 1 or options.elbo < 0:
         raise UsageError(f"--elbo is {options.elbo}: give 2 or more, of which the error is estimated, or 0.")
-    check_output(options.output, "--output")
     texts = {path: None if is_shards(Path(path)) else read_documents(path, options.text_field) for path in options.data}
     model = load_for_scoring(options)
-    results: dict[str, Any] = {
-        "model": options.model,
-        "weights": "ema" if options.ema else "trained",
-        "document_end": model.document_end,
-        "seq_length": options.seq_length,
-        "texts": {},
-    }
+    results = {**about(options), "document_end": model.document_end, "seq_length": options.seq_length, "texts": {}}
     with tempfile.TemporaryDirectory() as folder, enough_memory():
         for path, documents in texts.items():
             found = measure(model, open_corpus(model, path, documents, Path(folder), options), options, documents)
             results["texts"][path] = found
             print("\n".join(table(path, found)), flush=True)
-    if options.output:
-        write_atomically(options.output, (json.dumps(results, indent=1) + "\n").encode())
+    write_results(options.output, results)
 
 
 # Reading
@@ -211,7 +204,7 @@ def measure(
         "words": words,
         "bytes": size,
     }
-    modes = ("masked", "causal") if options.mode == "all" else (options.mode,)
+    modes = chosen_objectives(options.mode)
     flags, special = training_flags(Path(options.model)), model.loaded.special
     masks = MaskingOptions(
         vocab_size=special.vocab_size,

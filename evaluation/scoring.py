@@ -1,8 +1,9 @@
-"""Scoring models for minimal_pairs.py and perplexity.py: a loaded model as the scoring functions take it, and flags."""
+"""Scoring models for the commands that score texts: a loaded model as the scoring functions take it, flags, output."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
@@ -10,12 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from data.atomic_io import write_atomically
 from data.cli import Parser
 from data.wording import count
 from evaluation.generation import LoadedModel, UsageError, add_model_flags, load
@@ -74,12 +77,19 @@ def add_mode_flag(parser: Parser, fused: bool = True) -> None:
     )  # fmt: skip
 
 
-def check_scoring_flags(options: argparse.Namespace) -> None:
-    """Refuse values that cannot work. Raises UsageError."""
+def check_scoring_flags(options: argparse.Namespace, files: Iterable[str] = ("output",)) -> None:
+    """Refuse values that cannot work, those of the flags `files` too, which name files to write. Raises UsageError."""
     if options.batch_tokens < 0 or 0 < options.batch_tokens < _ROW_LENGTH:
         raise UsageError(
             f"--batch_tokens is {options.batch_tokens}: give {_ROW_LENGTH} or more, or 0 to leave it open."
         )
+    for flag in files:
+        check_output(getattr(options, flag), f"--{flag}")
+
+
+def chosen_objectives(mode: str) -> tuple[str, ...]:
+    """What --mode stands for where there is no mean of both objectives."""
+    return ("masked", "causal") if mode == "all" else (mode,)
 
 
 def load_for_scoring(options: argparse.Namespace) -> ScoringModel:
@@ -148,6 +158,17 @@ def check_output(path: str | None, flag: str) -> None:
         raise UsageError(f"{flag} {path} is a folder: give a file name.")
     if not os.access(file.parent, os.W_OK):
         raise UsageError(f"{flag} {path}: its folder cannot be written to.")
+
+
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    """How results begin: the model and which of its weights."""
+    return {"model": options.model, "weights": "ema" if options.ema else "trained"}
+
+
+def write_results(path: str | Path | None, results: dict[str, Any]) -> None:
+    """Write results as JSON where --output names a file."""
+    if path:
+        write_atomically(path, (json.dumps(results, indent=1) + "\n").encode())
 
 
 @contextmanager

@@ -37,8 +37,8 @@ from evaluation.pair_accuracy import read_text
 from evaluation.scoring import (
     add_mode_flag,
     add_scoring_flags,
-    check_output,
     check_scoring_flags,
+    chosen_objectives,
     load_for_scoring,
     say_of_positions,
     score_texts,
@@ -67,12 +67,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def measure(options: argparse.Namespace) -> None:
     """Write the surprisals of all words, and print their means."""
     check_scoring_flags(options)
-    check_output(options.output, "--output")
     lines = [(number, line) for number, line in enumerate(read_text(Path(options.data), "--data").split("\n"), 1)]
     lines = [(number, line.strip()) for number, line in lines if line.strip()]
     if not lines:
         raise UsageError(f"--data: {options.data} holds no text; give a file with one text a line.")
-    model, modes = load_for_scoring(options), ("masked", "causal") if options.mode == "all" else (options.mode,)
+    model, modes = load_for_scoring(options), chosen_objectives(options.mode)
     texts = [line for _, line in lines]
     ends = [[match.end() for match in _WORD.finditer(text)] for text in texts]
     counts = [len(of) for of in ends]

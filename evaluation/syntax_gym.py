@@ -29,20 +29,20 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import numpy as np
 from tokenizers import Tokenizer
 
-from data.atomic_io import write_atomically
 from data.cli import Parser
 from evaluation.generation import run
 from evaluation.minimal_pairs import as_json
 from evaluation.pair_accuracy import accuracy, chosen_modes, mean_accuracy, objectives, read_text
 from evaluation.scoring import (
     ScoringModel,
+    about,
     add_mode_flag,
     add_scoring_flags,
-    check_output,
     check_scoring_flags,
     load_for_scoring,
     say_of_positions,
     score_texts,
+    write_results,
 )
 from evaluation.surprisal import by_span, encode_by_span
 from evaluation.token_log_probs import SpecialIds
@@ -96,11 +96,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def evaluate(options: argparse.Namespace) -> None:
     """Print the results of every suite, and write what --output asks for."""
     check_scoring_flags(options)
-    check_output(options.output, "--output")
     suites, modes = [read_suite(Path(path), "--data") for path in options.data], chosen_modes(options.mode)
     model = load_for_scoring(options)
     values = score(model, suites, modes)
-    found: dict[str, Any] = {"model": options.model, "weights": "ema" if options.ema else "trained", "suites": {}}
+    found = {**about(options), "suites": {}}
     width = max(len(suite.name) for suite in suites)
     print(" " * width + "".join(f"  {mode:>20}" for mode in modes))
     for suite, of in zip(suites, values, strict=True):
@@ -108,8 +107,7 @@ def evaluate(options: argparse.Namespace) -> None:
         means = (100 * np.array([entry[mode]["mean"][key] for key in ("accuracy", "low", "high")]) for mode in modes)
         cells = (f"  {f'{value:.1f} [{low:.1f}, {high:.1f}]':>20}" for value, low, high in means)
         print(f"{suite.name:<{width}}{''.join(cells)}")
-    if options.output:
-        write_atomically(options.output, (json.dumps(found, indent=1) + "\n").encode())
+    write_results(options.output, found)
 
 
 def read_suite(path: Path, flag: str) -> SyntaxSuite:

@@ -9,13 +9,13 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from helpers.tiny_runs import flags, make_inputs, run, training_lines
 
 import train_single_gpu
 from data.positions import parse_amount
 from data.shards import describe_shard, tokenizer_hash, write_manifest
 from export.load_model import load_model
 from slurm.tasks import to_arguments
-from tests.helpers.tiny_runs import flags, make_inputs, run, training_lines
 from training.checkpoint import locate
 from training.config import ConfigError, parse_config
 from training.inputs import read_inputs

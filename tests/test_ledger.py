@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.tiny_runs import flags, make_inputs, training_lines
 
 import train_single_gpu
 from data.corpus import Corpus
@@ -17,7 +18,6 @@ from data.stream import TokenStream
 from export.to_huggingface import export
 from report.page import page
 from report.runs import read_runs
-from tests.helpers.tiny_runs import flags, make_inputs, training_lines
 from training.checkpoint import locate
 from training.config import parse_config
 from training.inputs import read_inputs

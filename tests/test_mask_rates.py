@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from itertools import combinations, permutations
 from math import comb, pi
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.exact_diffusion import corpus_of, exact_bound, loss_of_hidden, sharp_model
-from helpers.tiny_runs import flags, make_inputs, refusal, run, training_lines
+from helpers.tiny_runs import flags, make_inputs, refusal, training_lines
 
 from data.counter_rng import fold_numpy
 from data.loader import WEIGHT_UNITS, BatchBuilder, StepBatch
@@ -147,43 +146,6 @@ def test_masked_diffusion_is_the_mean_over_all_orders_of_the_tokens(tmp_path):
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("rates") / "inputs", documents=100)
-
-
-RUN = {
-    "max_steps": 8, "warmup_proportion": 0.3, "save_every": 3, "validate_every": 4, "mask_rate": "cosine",
-    "mask_rate_loss_power": 1, "mask_span_length": 1, "mask_random_p": 0, "mask_keep_p": 0, "data_fingerprint": True,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def whole(inputs, tmp_path_factory) -> Path:
-    output = tmp_path_factory.mktemp("whole")
-    assert main(flags(inputs, output, **RUN), single_world) == 0
-    return output / "run"
-
-
-def assert_same(whole: Path, other: Path) -> None:
-    expected, found = training_lines(whole), training_lines(other)
-    assert [line["step"] for line in found] == list(range(1, 9))
-    for a, b in zip(expected, found, strict=True):
-        assert a["data/fingerprint"] == b["data/fingerprint"]
-        assert a["stats/mask_p"] == pytest.approx(1 - 2 / pi)
-        for key in ("train/loss", "train/masked_loss", "train/causal_loss"):
-            assert b[key] == pytest.approx(a[key], rel=1e-5)
-
-
-def test_resumed_it_is_the_same_run(inputs, whole, tmp_path):
-    shutil.copytree(whole, tmp_path / "run")
-    for step in (6, 8):
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{step:08d}")
-    assert main(flags(inputs, tmp_path, local_batch_size=7, **RUN), single_world) == 0
-    assert_same(whole, tmp_path / "run")
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_same_run_on_any_number_of_ranks(inputs, whole, tmp_path, ranks):
-    run(flags(inputs, tmp_path, local_batch_size=5, **RUN), ranks)
-    assert_same(whole, tmp_path / "run")
 
 
 def test_bimodal_rates_move_with_the_schedule(inputs, tmp_path):

@@ -141,7 +141,7 @@ def test_parameter_groups():
     assert len(decayed["params"]) + len(others["params"]) == len(names)
 
 
-@pytest.mark.parametrize("name", ["lamb", "adamw"])
+@pytest.mark.parametrize("name", ["lamb", "adamw", "muon", "normuon"])
 def test_resumed_optimizer_goes_on_exactly(name: str):
     model = make_model()
     optimizer = make_optimizer(model, name, **SETTINGS)
@@ -149,7 +149,11 @@ def test_resumed_optimizer_goes_on_exactly(name: str):
     train(model, optimizer, range(3))
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     saved = {key: value.clone() for key, value in named_state(optimizer, model).items()}
-    assert saved.keys() == {f"{m}/{key}" for m in ("exp_avg", "exp_avg_sq") for key in weights}
+    names = {id(parameter): key for key, parameter in model.named_parameters()}
+    matrices = {names[id(parameter)] for parameter in model.hidden_matrices()} if "muon" in name else set()
+    of_matrices = ("momentum", "row_square") if name == "normuon" else ("momentum",)
+    moments = {key: of_matrices if key in matrices else ("exp_avg", "exp_avg_sq") for key in weights}
+    assert saved.keys() == {f"{moment}/{key}" for key, each in moments.items() for moment in each}
     train(model, optimizer, range(3, 6))
 
     other = make_model(seed=1)

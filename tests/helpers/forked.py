@@ -18,12 +18,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-_POLL = 0.01
+_START, _RUN, _POLL = 180.0, 600.0, 0.01  # seconds
+
+
+class Ended(NamedTuple):
+    """What became of a process. code: its exit code, negative for a signal."""
+
+    code: int
+    stdout: str
+    stderr: str
 
 
 class Forked:
@@ -36,38 +45,28 @@ class Forked:
         assert pipe is not None
         pipe.write(json.dumps({**request, "cwd": os.getcwd()}) + "\n")
         pipe.flush()
-        self.pids: list[int] = self._read("pids", time.monotonic() + 120)
+        self.pids: list[int] = self._read("pids", time.monotonic() + _START)
 
-    def poll(self) -> list[int] | None:
-        """The exit codes, negative for signals, or None while a process runs."""
-        return self._read("codes") if (self._folder / "codes").exists() else None
-
-    def finish(self, timeout: float) -> tuple[list[int], str, str]:
-        """Exit codes, standard output and standard error; what runs after `timeout` seconds is killed."""
-        deadline = time.monotonic() + timeout
+    def finish(self, timeout: float = _RUN) -> list[Ended]:
+        """What became of the processes; what runs after `timeout` seconds is killed, and TimeoutError raised."""
         try:
-            codes = self._read("codes", deadline)
+            codes = self._read("codes", time.monotonic() + timeout)
         except TimeoutError:
-            self.send_signal(signal.SIGKILL)
-            raise TimeoutError(f"not within {timeout:g} s\n{self._text('stdout')}\n{self._text('stderr')}") from None
-        said = self._text("stdout"), self._text("stderr")
+            for pid in self.pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise
+        texts = [[(self._folder / f"{number}.{name}").read_text(errors="replace") for name in ("out", "err")]
+                 for number in range(len(codes))]  # fmt: skip
         shutil.rmtree(self._folder)
-        return codes, *said
+        return [Ended(code, *text) for code, text in zip(codes, texts, strict=True)]
 
-    def send_signal(self, number: int) -> None:
-        """To all processes."""
-        for pid in self.pids:
-            os.kill(pid, number)
-
-    def _read(self, name: str, deadline: float = 0.0) -> Any:
+    def _read(self, name: str, deadline: float) -> Any:
         while not (self._folder / name).exists():
             if time.monotonic() > deadline:
-                raise TimeoutError(name)
+                raise TimeoutError(f"no {name} in time; what the processes have printed is in {self._folder}")
             time.sleep(_POLL)
         return json.loads((self._folder / name).read_text())
-
-    def _text(self, name: str) -> str:
-        return (self._folder / name).read_text(errors="replace")
 
 
 @cache
@@ -95,10 +94,10 @@ def _serve() -> None:
 def _supervise(request: dict[str, Any]) -> None:
     """Fork the processes and write what becomes of them; returns in those processes alone, once their script ends."""
     pids: list[int] = []
-    for environment in request["environments"]:
+    for number, environment in enumerate(request["environments"]):
         pid = os.fork()
         if pid == 0:
-            return _run(request, environment)
+            return _run(request, number, environment)
         pids.append(pid)
     _write(request, "pids", pids)
     codes: dict[int, int] = {}
@@ -112,16 +111,17 @@ def _supervise(request: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def _run(request: dict[str, Any], environment: dict[str, str]) -> None:
+def _run(request: dict[str, Any], number: int, environment: dict[str, str]) -> None:
     folder, command = Path(request["folder"]), request["command"]
-    for number, name in enumerate((os.devnull, folder / "stdout", folder / "stderr")):
+    for stream, name in enumerate((os.devnull, folder / f"{number}.out", folder / f"{number}.err")):
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, number)
+        os.dup2(file, stream)
         os.close(file)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(environment)
     sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
+    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     runpy.run_path(command[0], run_name="__main__")
 
 

@@ -1,6 +1,6 @@
 """Ranks on this machine, each with its own arguments, variables and faults: a helper and the ranks' program.
 
-Runs follow one another in the same processes: importing torch takes longer than a short run.
+Runs follow one another in the same processes.
 """
 
 from __future__ import annotations
@@ -54,31 +54,28 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
-def start_ranks(runs: Sequence[Run], world_size: int = 2) -> list[subprocess.Popen[str]]:
-    """The processes of all ranks, which take one run after the other."""
+def _ranks(runs: Sequence[Run], world_size: int) -> tuple[list[str], list[dict[str, str]]]:
+    """The command of ranks that take one run after the other, and the variables of each."""
     encoded = json.dumps([{**asdict(run), "port": free_port()} for run in runs])
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "TORCHELASTIC"))}
     common = {**kept, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, __file__, encoded],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    return [__file__, encoded], [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+
+
+def start_ranks(runs: Sequence[Run], world_size: int = 2) -> list[subprocess.Popen[str]]:
+    """The processes of all ranks."""
+    command, environments = _ranks(runs, world_size)
+    words = [sys.executable, *command]
+    return [subprocess.Popen(words, env=each, stdout=subprocess.PIPE, text=True) for each in environments]
 
 
 def run_ranks(runs: Sequence[Run], world_size: int = 2) -> list[list[Outcome]]:
     """Outcomes of every run, by rank."""
-    processes = start_ranks(runs, world_size)
-    try:
-        lines = [process.communicate(timeout=300)[0].splitlines() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    by_rank = [[Outcome(**json.loads(line)) for line in rank] for rank in lines]
+    from helpers.forked import Forked  # which the ranks themselves cannot import
+
+    ended = Forked(*_ranks(runs, world_size)).finish()
+    by_rank = [[Outcome(**json.loads(line)) for line in rank.stdout.splitlines()] for rank in ended]
     return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
 
 

@@ -151,8 +151,10 @@ def run(
     else:
         words = [str(script or ROOT / f"train_{'multi' if ranks else 'single'}_gpu.py"), *arguments]
         with torchrun_environments(ranks) if ranks else nullcontext([environment()]) as environments:
-            codes, output, errors = Forked(words, environments).finish(600)
-        done = subprocess.CompletedProcess(words, int(any(codes)) if ranks else codes[0], output, errors)
+            ended = Forked(words, environments).finish()
+        code = int(any(each.code for each in ended)) if ranks else ended[0].code
+        printed = ("".join(each.stdout for each in ended), "".join(each.stderr for each in ended))
+        done = subprocess.CompletedProcess(words, code, *printed)
     if check and done.returncode != 0:
         raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done
