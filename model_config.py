@@ -18,6 +18,8 @@ MODEL_CLASSES = {
     "llama": "model_extra.GPTBert",
     "qwen3": "model_extra.GPTBert",
     "eurobert": "model_extra.GPTBert",
+    "modernbert": "model_extra.GPTBert",
+    "neobert": "model_extra.GPTBert",
     "ltg-bert": "model.LTGBert",
 }
 
@@ -31,6 +33,7 @@ _LTG_BERT: dict[str, Any] = {
     "norm_bias": False,
     "norm_position": "pre",
     "embedding_norm": True,
+    "first_norm": True,
     "context_norm": True,
     "mlp_norm": True,
     "qk_norm": False,
@@ -67,7 +70,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "qwen3": {**_LLAMA, "qk_norm": True},
     "eurobert": _LLAMA,
-}
+    "neobert": {**_LLAMA, "decoder_bias": True},
+    "modernbert": {
+        **_LLAMA, "norm": "layer_norm", "embedding_norm": True, "first_norm": False, "hidden_act": "gelu",
+        "head_transform": True, "classifier_bias": False, "decoder_bias": True, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
 _CHOICES = {
     "position_embedding": ("relative", "rope"),
     "norm": ("layer_norm", "rms_norm"),
@@ -144,6 +152,7 @@ class ModelConfig:
     norm_bias: bool = _PRESET
     norm_position: str = _PRESET
     embedding_norm: bool = _PRESET
+    first_norm: bool = _PRESET
     context_norm: bool = _PRESET
     mlp_norm: bool = _PRESET
     qk_norm: bool = _PRESET
@@ -221,6 +230,8 @@ class ModelConfig:
                 'depth_weighted_averaging is true but norm_position is "post", which normalises the sums it averages; '
                 'choose "pre" or "sandwich"'
             )
+        if not self.first_norm and self.norm_position == "post":
+            raise ModelConfigError('first_norm is false but norm_position "post" has no norm before the first layer')
         for name in ("attention_gate", "depth_weighted_averaging"):
             if getattr(self, name) and self.model_type == "ltg-bert":
                 raise ModelConfigError(

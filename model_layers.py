@@ -72,12 +72,17 @@ def optional_norm(config: ModelConfig, width: int, wanted: bool, kind: type[Norm
 class Sublayer(nn.Module):
     """What attention and feed-forward of a layer share: norms as `norm_position` says, and the residual connection."""
 
-    def __init__(self, config: ModelConfig, output_site: int) -> None:
+    def __init__(self, config: ModelConfig, output_site: int, input_norm: bool = True) -> None:
         super().__init__()
         self.config, self.output_site = config, output_site
-        self.input_layer_norm = optional_norm(config, config.hidden_size, config.norm_position != "post", InputNorm)
+        self.input_norm = input_norm and config.norm_position != "post"
+        self.input_layer_norm = optional_norm(config, config.hidden_size, self.input_norm, InputNorm)
         self.output_layer_norm = optional_norm(config, config.hidden_size, config.norm_position == "sandwich")
         self.sum_layer_norm = optional_norm(config, config.hidden_size, config.norm_position == "post")
+
+    def read(self, stream: ResidualStream | FusedResidualStream) -> Tensor:
+        """What this sublayer is called with, [B, T, D]."""
+        return stream.normalised() if self.input_norm else stream.x
 
     def add_to(
         self, stream: ResidualStream | FusedResidualStream, update: Tensor, p: float, states: DropoutStates | None
@@ -95,7 +100,7 @@ class Attention(Sublayer):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         first_site = _FIRST_LAYER_SITE + index * _SITES_PER_LAYER
-        super().__init__(config, first_site + _ATTENTION_OUTPUT)
+        super().__init__(config, first_site + _ATTENTION_OUTPUT, index > 0 or config.first_norm)
         self.first_site = first_site
         queries, keys = self.widths = tuple(
             heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
@@ -219,10 +224,11 @@ class Encoder(nn.Module):
         gate_norm = choose_gated_norm(device, config.num_attention_heads * config.head_dim)
         feed_forward_norm = choose_gated_norm(device, config.intermediate_size)
         for attention, feed_forward, of_batch in zip(self.attention_layers, self.mlp_layers, metadata, strict=True):
-            update = attention(stream.normalised(), positions, of_batch, states, gate_norm)
-            cast(Attention, attention).add_to(stream, update, config.attention_probs_dropout_prob, states)
-            update = feed_forward(stream.normalised(), feed_forward_norm)
-            cast(FeedForward, feed_forward).add_to(stream, update, config.hidden_dropout_prob, states)
+            attention, feed_forward = cast(Attention, attention), cast(FeedForward, feed_forward)
+            update = attention(attention.read(stream), positions, of_batch, states, gate_norm)
+            attention.add_to(stream, update, config.attention_probs_dropout_prob, states)
+            update = feed_forward(feed_forward.read(stream), feed_forward_norm)
+            feed_forward.add_to(stream, update, config.hidden_dropout_prob, states)
         return stream.x
 
     def stream_eps(self) -> float | None:

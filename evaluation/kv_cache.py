@@ -101,8 +101,9 @@ class CachedDecoder:
         words, _ = self._model.embedding(input_ids, None)
         stream = ResidualStream(words, encoder.stream_eps(), encoder.depth_weights())
         for cache, feed_forward in zip(self._layers, encoder.mlp_layers, strict=True):
-            cache.attention.add_to(stream, cache.attend(stream.normalised(), distance, bias), 0.0, None)
-            cast(FeedForward, feed_forward).add_to(stream, feed_forward(stream.normalised()), 0.0, None)
+            cache.attention.add_to(stream, cache.attend(cache.attention.read(stream), distance, bias), 0.0, None)
+            feed_forward = cast(FeedForward, feed_forward)
+            feed_forward.add_to(stream, feed_forward(feed_forward.read(stream)), 0.0, None)
         return stream.x[:, -1]
 
 

@@ -4,9 +4,10 @@ r"""Turn a folder of the transformers library into weights that pretraining can 
     python train_single_gpu.py --initial_weights OUT --config_file OUT/config.json \
         --tokenizer_path OUT/tokenizer.json ...
 
-FOLDER is one that to_huggingface.py wrote (also after fine-tuning there, while it holds a language model), or a
-published GPT-BERT: config.json with weights as safetensors or pytorch_model.bin, in one file or several. LTG-BERT as it
-is published has other layers and is refused. The tokenizer becomes the one that the shards were made with, so these go
+FOLDER is one that to_huggingface.py wrote (also after fine-tuning there, while it holds a language model), a published
+GPT-BERT, or a model of a class of transformers' own that export/native.py names, such as ModernBERT: config.json with
+weights as safetensors or pytorch_model.bin, in one file or several. LTG-BERT as it is published has other layers and is
+refused. The tokenizer becomes the one that the shards were made with, so these go
 on fitting. OUT has the form of a checkpoint without optimizer, and serves as MODEL everywhere; training starts from it
 at step 0.
 """
@@ -26,6 +27,7 @@ import torch
 from data.cli import Parser
 from data.special_tokens import roles_beside, special_tokens
 from export.hf_format import TOKENIZER_NOTE, is_exported, model_config, restore_tokenizer
+from export.native import native_form
 from export.to_huggingface import ExportError, check_output, writing
 from model import ModelConfig, ModelConfigError
 from model_extra import build_model
@@ -44,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("output", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
     options = parser.parse_args(arguments)
     try:
-        convert(options.folder, options.output)
+        note = convert(options.folder, options.output)
     except (ExportError, CheckpointError, ModelConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -55,11 +57,14 @@ def main(arguments: list[str] | None = None) -> int:
     if (out / "tokenizer.json").is_file():
         tokenizer = f" --tokenizer_path {out / 'tokenizer.json'}"
     print(f"wrote {out}; start with --initial_weights {out} --config_file {out / 'config.json'}{tokenizer}")
+    if note:
+        print(note)
     return 0
 
 
-def convert(folder: Path, output: Path) -> None:
-    """Write `output`, whole or not at all. Raises ExportError, CheckpointError or ModelConfigError."""
+def convert(folder: Path, output: Path) -> str:
+    """Write `output`, whole or not at all; returns what its user should know. Raises ExportError, CheckpointError or
+    ModelConfigError."""
     check_output(output)
     if not is_exported(folder):
         raise ExportError(f"FOLDER {folder} is no folder of the transformers library: it needs config.json and weights")
@@ -69,8 +74,16 @@ def convert(folder: Path, output: Path) -> None:
         text = found.read_text(encoding="utf-8") if found.is_file() else None
     except (OSError, ValueError) as error:
         raise ExportError(f"FOLDER {folder}: config.json or tokenizer.json cannot be read ({error})") from None
-    tensors = our_parameters(read_weights(folder), folder)
-    config = read_configuration(values, tensors, folder)
+    form, tensors = native_form(str(values.get("model_type"))), read_weights(folder)
+    if form is None:
+        tensors = our_parameters(tensors, folder)
+        config = read_configuration(values, tensors, folder)
+    else:
+        try:
+            config = form.read_configuration(values)
+            tensors = form.our_parameters(tensors, config)
+        except ModelConfigError as error:
+            raise ExportError(f"FOLDER {folder}: config.json: {error}") from None
     check_parameters(tensors, config, folder)
     record: dict[str, Any] = {"imported_from": folder.resolve().name}
     if isinstance(values.get("flags"), dict):
@@ -85,6 +98,7 @@ def convert(folder: Path, output: Path) -> None:
         files["special_tokens_map.json"] = (json.dumps(roles, indent=1) + "\n").encode()
     with writing(output) as (temporary, finish):
         finish(write_checkpoint(temporary, 0, {"model": tensors}, record, files))
+    return form.NOTE if form is not None else ""
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -76,12 +76,14 @@ def model_card(
     ema: bool,
     records: Records,
     stated: Stated,
+    native: str = "",
 ) -> str:
     """README.md with the metadata that the Hugging Face Hub reads.
 
     place: what from_pretrained is given in the examples. config: ModelConfig's values. tokens: special tokens by role.
+    native: the class of transformers' own that it is, if it is one.
     """
-    kind = "GPT-BERT" if config["model_type"] == "gpt-bert" else "LTG-BERT"
+    kind = native or ("GPT-BERT" if config["model_type"] == "gpt-bert" else "LTG-BERT")
     sections = [
         f"---\n{stated.metadata()}library_name: transformers\npipeline_tag: fill-mask\ntags:\n- gpt-bert\n- masked-lm\n"
         "- causal-lm\n- pretraining\n---",
@@ -92,13 +94,24 @@ def model_card(
         "([GPT-BERT, Charpentier and Samuel 2024](https://arxiv.org/abs/2410.24159)). The same weights read "
         "bidirectionally (embeddings, filling masks, classification) and causally (scoring and continuing texts)."
         + (" These are the exponentially averaged weights." if ema else ""),
-        _usage(place, tokens),
+        _native_usage(place, native) if native else _usage(place, tokens),
         _training(records),
         _ledger(records.checkpoint.get("ledger")),
         _results(records, ema),
         _limits(records, tokens),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _native_usage(place: str, native: str) -> str:
+    return f"""## Use
+
+```python
+from transformers import AutoTokenizer, {native}
+
+tokenizer = AutoTokenizer.from_pretrained("{place}")
+model = {native}.from_pretrained("{place}")
+```"""
 
 
 def _usage(place: str, tokens: Mapping[str, str]) -> str:
@@ -129,8 +142,8 @@ it gives no error, and scores that mean nothing. Fine-tuning works with and with
 
 def _training(records: Records) -> str:
     flags = records.run.get("flags") or records.checkpoint.get("flags")
-    if not flags:
-        origin = records.checkpoint.get("imported_from")
+    if not flags or "hybrid_numerator" not in flags:  # an import knows how its texts were read, and no more
+        origin = records.checkpoint.get("imported_from") or records.checkpoint.get("extended_from")
         return f"## Training\n\nImported from `{origin}`; its makers describe the training." if origin else ""
     lines = ["## Training", ""]
     data = records.run.get("data", {})

@@ -1,10 +1,11 @@
 """Turn a trained model into a folder that the transformers library loads, without this repository.
 
-    python export/to_huggingface.py MODEL OUT [--ema] [--license apache-2.0] [--language en] [--push USER/NAME]
+    python export/to_huggingface.py MODEL OUT [--native] [--ema] [--license mit] [--language en] [--push USER/NAME]
     python export/to_huggingface.py RUN OUT --all_checkpoints [--push USER/NAME or the address of a git repository]
 
 OUT holds the weights (safetensors), a configuration, the code of the model, the tokenizer, and a model card written
-from the run's records. `trust_remote_code=True` lets transformers run that code.
+from the run's records. `trust_remote_code=True` lets transformers run that code. With --native no code is needed: the
+folder is that of a class of transformers' own, where the shape allows (export/native.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from data.special_tokens import SpecialTokens
 from export.hf_format import TOKENIZER_NOTE, adapt_tokenizer, is_exported
 from export.load_model import load_model, load_special_tokens
 from export.model_card import NOTHING_STATED, Stated, longest_row, model_card, read_records
+from export.native import NativeForm, native_form
 from export.revisions import (
     GitError,
     Revision,
@@ -38,7 +40,7 @@ from export.revisions import (
     push_revisions,
     write_revisions,
 )
-from model import LTGBert, ModelConfigError
+from model import LTGBert, ModelConfig, ModelConfigError
 from model_config import PUBLISHED_KEYS
 from training.checkpoint import Checkpoint, CheckpointError, locate, rows_begin_with_bos
 
@@ -55,6 +57,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("model", metavar="MODEL", help="run folder (its newest checkpoint) or checkpoint folder")
     parser.add_argument("output", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
     parser.add_argument("--ema", action="store_true", help="export the averaged weights (default: the trained weights)")
+    parser.add_argument(
+        "--native", action="store_true",
+        help="as the class that transformers has for this model_type, such as ModernBertForMaskedLM, which other "
+        "programs know and which needs no code of ours; refused where that class is another model",
+    )  # fmt: skip
     parser.add_argument(
         "--all_checkpoints", action="store_true",
         help="make OUT a git repository in which every checkpoint of the run is a branch, such as chck_10M, for "
@@ -82,12 +89,13 @@ def main(arguments: list[str] | None = None) -> int:
             check_hub(options.push)
         name = "" if to_git else options.push
         if options.all_checkpoints:
-            revisions = export_all(options.model, options.output, options.ema, name, stated)
+            revisions = export_all(options.model, options.output, options.ema, name, stated, options.native)
             print(f"{options.output} is a git repository; branches: {', '.join(_names(revisions))}; main is the last")
         else:
-            export(options.model, options.output, ema=options.ema, name=name, stated=stated)
+            export(options.model, options.output, options.ema, name, stated, options.native)
             revisions = []
-        print(f"{options.output} is ready: transformers loads it with trust_remote_code=True", flush=True)
+        how = "needs no code of ours" if options.native else "loads it with trust_remote_code=True"
+        print(f"{options.output} is ready: transformers {how}", flush=True)
         if options.push:
             address = push_revisions(options.output, options.push) if to_git else ""
             print(f"uploaded to {address or push(options.output, options.push, _names(revisions))}")
@@ -106,6 +114,7 @@ def export(
     ema: bool = False,
     name: str = "",
     stated: Stated = NOTHING_STATED,
+    native: bool = False,
 ) -> None:
     """Write `output`, whole or not at all. name: how the model card calls the model (default: the run's name).
 
@@ -113,12 +122,17 @@ def export(
     """
     check_output(output)
     with writing(output) as (temporary, finish):
-        _export_into(temporary, model_path, ema, name, name or output.name, stated)
+        _export_into(temporary, model_path, ema, name, name or output.name, stated, native)
         finish(temporary)
 
 
 def export_all(
-    run: str | Path, output: Path, ema: bool = False, name: str = "", stated: Stated = NOTHING_STATED
+    run: str | Path,
+    output: Path,
+    ema: bool = False,
+    name: str = "",
+    stated: Stated = NOTHING_STATED,
+    native: bool = False,
 ) -> list[Revision]:
     """Write `output`, a git repository with a branch for each checkpoint of a run, whole or not at all.
 
@@ -128,12 +142,14 @@ def export_all(
     revisions = find_revisions(Path(run))
     place = name or output.name
     with writing(output) as (temporary, finish):
-        write_revisions(temporary, revisions, lambda path, to: _export_into(to, path, ema, name, place, stated))
+        write_revisions(temporary, revisions, lambda path, to: _export_into(to, path, ema, name, place, stated, native))
         finish(temporary)
     return revisions
 
 
-def _export_into(folder: Path, model_path: str | Path, ema: bool, name: str, place: str, stated: Stated) -> None:
+def _export_into(
+    folder: Path, model_path: str | Path, ema: bool, name: str, place: str, stated: Stated, native: bool
+) -> None:
     """All files of an exported model; `name` and `place` are those of the model card."""
     if is_exported(Path(model_path)):
         raise ExportError(f"MODEL {model_path} is an exported folder already; give the run or checkpoint, or copy it")
@@ -141,14 +157,27 @@ def _export_into(folder: Path, model_path: str | Path, ema: bool, name: str, pla
     model, tokenizer, _ = load_model(checkpoint.path, ema=ema)
     if not isinstance(model, LTGBert):
         raise ExportError(f"MODEL {checkpoint.path} is a {model.config.model_type}, for which transformers has no code")
-    if keys := model.config.unpublished_keys():
-        raise ExportError(
-            f"MODEL {checkpoint.path} is no GPT-BERT or LTG-BERT as published: the exported code knows no "
-            f"{', '.join(keys[:4])} like its own"
-        )
+    form = _form(model.config, checkpoint.path, native)
     special = load_special_tokens(checkpoint.path, tokenizer)
     special.require(("bos", "pad", "mask"), f"the tokenizer of {checkpoint.path}")
-    write_files(folder, checkpoint, model, special, ema, name, place, stated)
+    write_files(folder, checkpoint, model, special, ema, (name, place), stated, form)
+
+
+def _form(config: ModelConfig, path: Path, native: bool) -> NativeForm | None:
+    """The form of transformers' own to write, None for that of the code we ship. Raises ExportError."""
+    form = native_form(config.model_type)
+    if not native:
+        if keys := config.unpublished_keys():
+            raise ExportError(
+                f"MODEL {path} is no GPT-BERT or LTG-BERT as published: the exported code knows no "
+                f"{', '.join(keys[:4])} like its own" + "; try --native" * (form is not None)
+            )
+        return None
+    if form is None:
+        raise ExportError(f"--native: transformers has no class for a {config.model_type}; leave it out")
+    if problem := form.native_problem(config):
+        raise ExportError(f"--native: MODEL {path} is no {form.TRANSFORMERS_CLASS}: {problem}")
+    return form
 
 
 @contextmanager
@@ -196,14 +225,15 @@ def write_files(
     model: LTGBert,
     special: SpecialTokens,
     ema: bool,
-    name: str,
-    place: str,
+    called: tuple[str, str],
     stated: Stated,
+    form: NativeForm | None,
 ) -> None:
-    """All files of an exported model; `name` and `place` are those of the model card."""
+    """All files of an exported model; called: name and place for the model card. form: as `_form` returns it."""
     from safetensors.torch import save_file
 
     tensors = {key: value.contiguous() for key, value in model.state_dict().items()}
+    tensors = tensors if form is None else form.their_parameters(tensors, model.config)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     take_folder_mode(folder / "model.safetensors")
     text, note = adapt_tokenizer((checkpoint.path / "tokenizer.json").read_text(encoding="utf-8"), special)
@@ -213,7 +243,10 @@ def write_files(
     config = model.config.to_dict()
     roles = {f"{role}_token": token for role, token in special.tokens.items()}
     contents = {
-        "config.json": model_configuration(config, special, note, flags),
+        "config.json": {
+            **(model_configuration(config) if form is None else form.native_configuration(model.config)),
+            **_for_continuing(special, note, flags),
+        },
         "generation_config.json": generation_configuration(special),
         "tokenizer_config.json": {
             **tokenizer_configuration(max(config["max_position_embeddings"], longest_row(flags))),
@@ -223,17 +256,16 @@ def write_files(
     }
     for file, content in contents.items():
         (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    title = name or flags.get("name") or checkpoint.path.name
-    card = model_card(title, place, config, model.num_parameters(), special.tokens, ema, records, stated)
+    title = called[0] or flags.get("name") or checkpoint.path.name
+    native = "" if form is None else form.TRANSFORMERS_CLASS
+    card = model_card(title, called[1], config, model.num_parameters(), special.tokens, ema, records, stated, native)
     (folder / "README.md").write_text(card, encoding="utf-8")
-    for file in _SHIPPED:
+    for file in _SHIPPED if form is None else ():
         shutil.copyfile(Path(__file__).with_name(file), folder / file)
 
 
-def model_configuration(
-    config: dict[str, Any], special: SpecialTokens, note: dict[str, Any], flags: Mapping[str, Any]
-) -> dict[str, Any]:
-    """config.json: ModelConfig's keys, where transformers finds the code, and what continued pretraining must know."""
+def model_configuration(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json: ModelConfig's keys, and where transformers finds the code."""
     config = {key: config[key] for key in PUBLISHED_KEYS}
     prefix = "GPTBert" if config["model_type"] == "gpt-bert" else "LTGBert"
     classes = {
@@ -254,8 +286,14 @@ def model_configuration(
             "AutoConfig": f"configuration_gpt_bert.{prefix}Config",
             **{auto: f"modeling_gpt_bert.{prefix}{name}" for auto, name in classes.items()},
         },
-        **_token_ids(special),
         "tie_word_embeddings": True,
+    }
+
+
+def _for_continuing(special: SpecialTokens, note: dict[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of config.json that continued pretraining must know."""
+    return {
+        **_token_ids(special),
         "dtype": "float32",
         "flags": {
             "document_end": bool(flags.get("document_end", True)),

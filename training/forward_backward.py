@@ -79,6 +79,9 @@ def compile_layers(model: PretrainingModel, recomputed: Collection[nn.Module] = 
 
     # A layer's number reaches its dropout as a plain integer; unspecialised, all layers share one compilation.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    # Layers of three kinds (the first, with a window, without), in training and validation, of fixed and of varying
+    # shape; beyond the limit, 8 where nobody says so, all would run uncompiled.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     # Inductor's advice to its own developers, of no use to ours.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
     for part in model.compiled_parts():
