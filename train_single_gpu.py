@@ -28,7 +28,7 @@ from training.saves import Saver, answer_spike, save, save_and_stop
 from training.sinks import check_sinks, leave
 from training.state import TrainState
 from training.status import StatusFile
-from training.step import AsyncStepMetrics, agree, train_step, warm_up
+from training.step import AsyncStepMetrics, agree, fit_micro_batch, train_step, warm_up
 from training.stopping import RunEnd, Stop, StopConditions
 from training.summary import describe
 from training.watchdog import Watchdog
@@ -65,6 +65,8 @@ def main(
         if world.size > 1:
             end.closes(Watchdog(config, world))
         state = TrainState.create(config, inputs.model_config, inputs.builder.options, world, start.checkpoint)
+        inputs = fit_micro_batch(state, inputs, split)
+        config = end.config = inputs.config
         if world.is_main:
             offered, part = zero_shot.summary if zero_shot else "", state.gradients.largest_part
             print(describe(inputs, world, split, state.parameters, state.step, offered, part), flush=True)

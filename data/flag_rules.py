@@ -105,6 +105,12 @@ def length(text: str) -> float | str:
     return float(position.value) if position.unit == "fraction" else str(position)
 
 
+def rows(text: str) -> int:
+    """A number of rows; 0 for as many as fit ("auto")."""
+    return 0 if text == "auto" else int(text)
+
+
+rows.__name__ = "number of rows, or auto,"
 length.__name__ = "part of the run"
 amount.__name__ = "number"
 float_list.__name__ = "comma-separated numbers"  # in argparse's errors

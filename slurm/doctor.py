@@ -174,6 +174,8 @@ def _open_inputs(doctor: Doctor, request: Request, device: torch.device) -> Inpu
     def open_inputs() -> Inputs:
         if request.config is None:
             raise ConfigError(request.problem)
+        if not request.config.local_batch_size:
+            raise ConfigError("--local_batch_size is auto, which a run finds at its start: give the doctor a number")
         check_sinks(request.config)
         Plugins(request.config.plugin)
         return read_inputs(resolve_device_defaults(request.config, device))

@@ -1,17 +1,24 @@
 """The memory estimate beside what runs have taken."""
 
+import dataclasses
 import json
+import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.tiny_runs import ROOT, flags, make_inputs, refusal, run, training_lines
 
+import train_single_gpu
 from data.positions import Exposure
 from model import ModelConfig
 from model_extra import build_model
-from training.config import TrainingConfig
-from training.inputs import make_plan
+from training import step
+from training.config import ConfigError, TrainingConfig, parse_config
+from training.distributed import single_world
+from training.inputs import make_plan, read_inputs
+from training.state import TrainState
 from training.summary import memory_estimate
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -87,3 +94,74 @@ def test_activations_computed_anew_are_not_kept():
     )
     assert none - mlp == pytest.approx(11 * 32768 * 2 * 3 * model.intermediate_size)
     assert mlp - layer == pytest.approx(12 * 32768 * 2 * 6 * model.hidden_size)
+
+
+def test_the_largest_micro_batch_is_found_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """From the largest that the estimate does not rule out, an eighth less at each try."""
+    read = read_inputs(parse_config(flags(make_inputs(tmp_path / "inputs"), tmp_path, local_batch_size="auto"), ""))
+    read = dataclasses.replace(read, config=dataclasses.replace(read.config, mixed_precision=False, compile=False))
+    world = single_world(dataclasses.replace(read.config, device="cpu"))
+    state = TrainState.create(read.config, read.model_config, read.builder.options, world)
+    tried, real = [], step.warm_up
+    monkeypatch.setattr(step, "device_bytes", lambda device: 2**34)
+
+    def lacking(limit: int):
+        def warm_up(state, builder, split: str, rows: int) -> str:
+            tried.append(rows)
+            real(state, builder, split, rows)
+            if rows > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return ""
+
+        return warm_up
+
+    monkeypatch.setattr(step, "warm_up", lacking(40))
+    found = step.fit_micro_batch(state, read, "rows")
+    assert tried == [64, 56, 49, 42, 36]
+    assert found.config.local_batch_size == 36
+    assert "--local_batch_size auto: 36 rows of 16 tokens fit (try 5): 576 tokens" in capsys.readouterr().out
+    assert not any(parameter.grad is not None and parameter.grad.any() for parameter in state.model.parameters())
+    assert step.fit_micro_batch(state, found, "rows") is found  # a number given is a number taken
+    monkeypatch.setattr(step, "warm_up", lacking(0))
+    with pytest.raises(ConfigError, match="not even a row fits into the device"):
+        step.fit_micro_batch(state, read, "rows")
+    monkeypatch.setattr(step, "device_bytes", lambda device: 2**22)
+    tried.clear()
+    monkeypatch.setattr(step, "warm_up", lacking(64))
+    assert step.fit_micro_batch(state, read, "rows").config.local_batch_size == tried[0] < 36
+
+
+def test_no_micro_batch_fills_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = flags(make_inputs(tmp_path / "inputs"), tmp_path, local_batch_size="auto")
+    assert "a CPU has none of its own" in refusal(capsys, train_single_gpu.main, arguments)
+    words = "would not compare; give a number of rows"
+    assert words in refusal(capsys, train_single_gpu.main, [*arguments, "--validation_steps=2"])
+
+
+@pytest.mark.gpu
+def test_the_micro_batch_that_was_found_trains(tmp_path: Path):
+    """Within a part of the GPU's memory that the first try does not fit into; with CUDA graphs, and validation."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 4}
+    options = {"device": "cuda", "local_batch_size": "auto", "global_batch_size": 65536, "batch_reduction": 1}
+    arguments = flags(make_inputs(tmp_path / "inputs", **sizes), tmp_path, **options, max_steps=4, length_milestones="")
+    script = tmp_path / "part.py"
+    script.write_text(PART.format(root=str(ROOT)))
+    done = run(arguments, script=script)
+    found = re.search(r"--local_batch_size auto: (\d+) rows of 16 tokens fit", done.stdout)
+    assert found is not None
+    assert 1 < int(found[1]) < 65536
+    assert len(training_lines(tmp_path / "run")) == 4
+
+
+PART = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+import train_single_gpu
+from training import step
+from training.distributed import single_world
+part = 3 * 2**30
+torch.cuda.set_per_process_memory_fraction(part / torch.cuda.get_device_properties(0).total_memory)
+step.device_bytes = lambda device: part
+sys.exit(train_single_gpu.main(sys.argv[1:], single_world))
+"""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from data.cli import Parser, closest, shown
-from data.flag_rules import GROUPS, amount, float_list, int_list, length, text_list
+from data.flag_rules import GROUPS, amount, float_list, int_list, length, rows, text_list
 from data.mask_rates import MaskRateError, MaskRates
 from data.positions import Position, parse_amount
 from data.ratio_schedule import parse_schedule
@@ -74,7 +74,8 @@ _ONLY_WITH = (
 _OTHER_NAMES = {
     "num_epochs": "--max_epochs", "num_train_epochs": "--max_epochs", "epochs": "--max_epochs",
     "input_path": "--train_path (and --valid_path)", "warmup_steps": "--warmup_proportion", "lr": "--learning_rate",
-    "batch_size": "--global_batch_size", "dtype": "--mixed_precision or --no-mixed_precision",
+    "max_tokens_per_gpu": "--local_batch_size (in rows, or auto)", "batch_size": "--global_batch_size",
+    "dtype": "--mixed_precision or --no-mixed_precision",
     "bf16": "--mixed_precision", "fp16": "--mixed_precision", "max_length": "--seq_length",
     "clip_grad": "--max_gradient", "max_grad_norm": "--max_gradient",
 }  # fmt: skip
@@ -137,6 +138,11 @@ def _check_batches(config: TrainingConfig) -> None:
 
 def _check_choices(config: TrainingConfig) -> None:
     """What one flag asks for, another does not take back."""
+    if config.validation_steps and not config.local_batch_size:
+        raise ConfigError(
+            f"--validation_steps is {config.validation_steps} and --local_batch_size auto: batches of a size that the "
+            "device decides would not compare; give a number of rows, or --validation_steps 0 for the whole set"
+        )
     if config.evaluate_every and not config.evaluate_data:
         raise ConfigError(
             f"--evaluate_every is {config.evaluate_every} but there is no --evaluate_data; name its zero-shot suites"
@@ -217,9 +223,9 @@ def _typed(name: str, value: Any, path: str) -> Any:
     elif kind is float:
         fits = isinstance(value, int | float) and not isinstance(value, bool)
         value = float(value) if fits else value
-    elif kind is length:
+    elif kind in (length, rows):
         try:
-            value, fits = length(str(value)), not isinstance(value, bool)
+            value, fits = kind(str(value)), not isinstance(value, bool)
         except ValueError:
             fits = False
     elif kind is amount:

@@ -33,6 +33,7 @@ from data.flag_rules import (
     int_list,
     length,
     problem,
+    rows,
     text_list,
 )
 from data.flag_rules import budget as _budget
@@ -184,12 +185,9 @@ class Flags:
     )
     batch_reduction: float = _flag(4.0, "the batch starts this much smaller and grows linearly", "batches", at_least(1))
     local_batch_size: int = _flag(
-        128,
-        "rows of seq_length tokens per micro-batch and device; any value gives the same run",
-        "batches",
-        at_least(1),
-        fixed=False,
-    )
+        128, "rows of seq_length tokens per micro-batch and device; any value gives the same run (auto: as many as fit "
+        "into a CUDA device, tried before the first step)", "batches", at_least(0), kind=rows, fixed=False,
+    )  # fmt: skip
 
     # optimization
     max_steps: int = _flag(15625, "optimizer steps of the whole run", "optimization", at_least(1))

@@ -120,6 +120,7 @@ class ForwardBackward:
         self.sums = torch.zeros(len(OBJECTIVE_NAMES), 4, dtype=torch.float64, device=device)
         self._weights = torch.zeros(len(OBJECTIVE_NAMES), device=device)
         self._step_key = torch.zeros((), dtype=torch.int64, device=device)
+        self.lacks_memory = False  # for graphs
         self._graphs: dict[tuple, _Graph] = {}
         self._compiled: set[int] = set()  # row lengths for which all should be compiled, so that they can be captured
         self._pool: Any = None  # memory that all graphs share, and the stream on which they are captured
@@ -169,6 +170,14 @@ class ForwardBackward:
             if batch.targets.any():
                 self._graph_of(batch)
 
+    def forget(self, captures: bool) -> None:
+        """Begin anew, with CUDA graphs or not, after a `warm_up` that did not fit into memory."""
+        self._graphs.clear()
+        self._pool, self.captures, self.lacks_memory = None, captures, False
+        self._gradients.zero()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _key(self, batch: RowBatch) -> tuple:
         """What decides the kernels of a batch: its graph's row length, inputs, number of rows, slots for targets."""
         optional = (batch.origins, batch.target_weights, batch.scored)
@@ -211,6 +220,7 @@ class ForwardBackward:
         reason = str(problem).splitlines()[0]
         warnings.warn(f"micro-steps run without CUDA graphs, slower for short rows: {reason}", stacklevel=2)
         self.captures = False
+        self.lacks_memory = isinstance(problem, torch.OutOfMemoryError)
         self._graphs.clear()
         return None
 
@@ -236,8 +246,8 @@ class ForwardBackward:
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """torch.cuda.graph, but it neither waits for the device, which goes on with the steps before, nor empties the
         allocator's cache. Other threads, such as the loader's, may do as they like meanwhile."""
-        if self._stream is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")

@@ -374,8 +374,13 @@ def _refuse_shared(config: TrainingConfig, corpus: Corpus, valid: Corpus) -> Non
 
 
 def resolve_device_defaults(config: TrainingConfig, device: torch.device) -> TrainingConfig:
-    """`config` with the flags filled in whose default depends on the device."""
+    """`config` with the flags filled in whose default depends on the device. Raises ConfigError."""
     on_cuda = device.type == "cuda"
+    if not (config.local_batch_size or on_cuda):
+        raise ConfigError(
+            "--local_batch_size is auto, which fills the memory of a CUDA device, and a CPU has none of its own: give "
+            "a number of rows"
+        )
     return dataclasses.replace(
         config,
         mixed_precision=on_cuda if config.mixed_precision is None else config.mixed_precision,

@@ -5,6 +5,7 @@ Its metrics are read from the device one step late, so that the host never waits
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections import deque
@@ -22,15 +23,18 @@ from data.objectives import OBJECTIVE_NAMES
 from data.plan import DataPlan, StepPlan
 from data.wording import ranks_text
 from model_config import ModelConfig
-from training.config import TrainingConfig
+from training.config import ConfigError, TrainingConfig
 from training.distributed import World
 from training.errors import NonFiniteError
+from training.inputs import Inputs
 from training.loss import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
 from training.optimizers import set_rates
 from training.rank_checks import DivergenceError, RankCheck, begin_check
 from training.schedules import average_decay, decay_factor, learning_rate
 from training.state import TrainState
-from training.summary import flops_per_token, peak_flops
+from training.summary import flops_per_token, memory_estimate, missing_kernels, peak_flops
+
+_ESTIMATE_ERROR = 0.1  # of the memory estimate: tests/test_memory.py
 
 
 def agree(
@@ -161,6 +165,60 @@ def warm_up(state: TrainState, builder: BatchBuilder, split: str, local_batch_si
     state.forward_backward.warm_up(part for batch in largest for part in _first_and_fullest(batch, world.device))
     lengths = ", ".join(str(length) for length in sorted({batch.plan.seq_length for batch in largest}))
     return f"compiled for rows of {lengths} tokens in {time.monotonic() - began:.1f} s"
+
+
+def fit_micro_batch(state: TrainState, inputs: Inputs, split: str) -> Inputs:
+    """With --local_batch_size auto, `inputs` with the largest micro-batch that fits into all ranks' devices.
+
+    Each try is `warm_up` beside room for what is still to come; one that does not fit is followed by one an eighth
+    smaller. The first is what the estimate does not rule out. Raises ConfigError where not even a row fits.
+    """
+    if inputs.config.local_batch_size:
+        return inputs
+    world, captures = state.world, state.forward_backward.captures
+    rows, tries = -(-inputs.config.global_batch_size // world.size), 0
+    capacity = int(world.all_gather(torch.tensor([device_bytes(world.device)]), "memory of devices").min())
+    missing = missing_kernels(inputs.config, inputs.model_config, world.device)
+    absent = {name for name, reason in missing.items() if reason}
+    while True:
+        config = dataclasses.replace(inputs.config, local_batch_size=rows)
+        sizes = (config, inputs.model_config, inputs.plan, state.parameters, absent, world.size, split)
+        if rows == 1 or memory_estimate(*sizes) * (1 - _ESTIMATE_ERROR) <= capacity:
+            tries += 1
+            fits = state.step == config.max_steps or _fits(state, inputs.builder, split, rows)
+            if bool(world.all_gather(torch.tensor([int(fits)]), "what fits into memory").all()):
+                break
+            state.forward_backward.forget(captures)
+        if rows == 1:
+            raise ConfigError(
+                "--local_batch_size auto: not even a row fits into the device; take --activation_checkpointing layer, "
+                "--sharding zero1 on several ranks, or a smaller model"
+            )
+        rows = max(1, rows * 7 // 8)
+    if world.is_main:
+        length = config.seq_length
+        print(f"--local_batch_size auto: {rows} rows of {length} tokens fit (try {tries}): {rows * length:,} tokens")
+    return dataclasses.replace(inputs, config=config)
+
+
+def _fits(state: TrainState, builder: BatchBuilder, split: str, rows: int) -> bool:
+    """Whether the largest micro-batches of so many rows fit beside moments, a validation's copy of the weights, and a
+    twentieth of the device for what nobody counts."""
+    device = state.world.device
+    own = sum(average.numel() for average in state.ema.state_dict().values())
+    still = 4 * own + (0 if state.optimizer.state else 8 * own) + device_bytes(device) // 20
+    try:
+        room = torch.empty(still, dtype=torch.uint8, device=device)
+        warm_up(state, builder, split, rows)
+        del room
+    except torch.OutOfMemoryError:
+        return False
+    return not state.forward_backward.lacks_memory
+
+
+def device_bytes(device: torch.device) -> int:
+    """The memory of a CUDA device."""
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def _first_and_fullest(batch: StepBatch, device: torch.device) -> list[RowBatch]:
