@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from benchmarks.timing import write_results
+from data.blocks import BlockOrder
 from data.cli import Parser
 from data.corpus import Corpus
 from data.loader import BatchBuilder
@@ -125,6 +126,28 @@ def measure_shards(corpus: Corpus, rows: int = 2048, length: int = 128, repeats:
     }
 
 
+def measure_blocks(folder: Path, order: BlockOrder, length: int = 128, rows: int = 8192) -> dict[str, float]:
+    """An epoch in an order of blocks that begins with nothing in memory: time to the first batch, and tokens a second
+    of wall-clock and of CPU time, then of CPU time once more with all in memory."""
+    results: dict[str, float] = {}
+    for name in ("cold", "warm"):
+        start, used = time.perf_counter(), time.process_time()
+        corpus = Corpus(f"{folder}/*.shard", tokenizer_hash=None, bos_id=1, eos_id=2, order=order)
+        steps = corpus.tokens_before_epoch(1) // (rows * length)
+        plan = DataPlan(steps, length, rows, 1, hybrid_numerator=0, hybrid_denominator=1, milestones=())
+        builder = BatchBuilder(corpus, plan, MaskingOptions(vocab_size=16384))
+        if name == "cold":
+            evict(corpus)
+        for step in range(steps):
+            builder.step(step, 0, 1, "rows", rows)
+            if step == 0:
+                results[f"{name}_seconds_to_first_batch"] = time.perf_counter() - start
+        tokens = steps * rows * length
+        results[f"{name}_tokens_per_second"] = tokens / (time.perf_counter() - start)
+        results[f"{name}_tokens_per_cpu_second"] = tokens / (time.process_time() - used)
+    return {**results, "resident_bytes": resident_bytes(), "shards": len(corpus.shards)}
+
+
 def mix_of(folder: Path) -> Path:
     """A mix file in which each shard is a source that an epoch uses 0.5 or 1.5 times."""
     sources = [{"path": path.name, "repeat": 0.5 + n % 2} for n, path in enumerate(sorted(folder.glob("*.shard")))]
@@ -138,6 +161,11 @@ def scale_shards(options: argparse.Namespace) -> list[dict[str, float]]:
     for number in options.shards:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             write_corpus(Path(folder), options.tokens, options.mean_length, -(-options.tokens // number))
+            if options.blocks:
+                found = measure_blocks(Path(folder), BlockOrder(options.blocks, options.window))
+                print({name: round(value, 2) for name, value in found.items()}, flush=True)
+                results.append(found)
+                continue
             path = mix_of(Path(folder)) if options.mix else f"{folder}/*.shard"
             corpus = Corpus(path, tokenizer_hash=None, bos_id=1, eos_id=2)
             results.append(found := measure_shards(corpus))
@@ -159,6 +187,8 @@ def main() -> int:
         "--shards", type=int, nargs="*", default=[], help="numbers of shards to compare (default: none)"
     )
     parser.add_argument("--mix", action="store_true", help="with --shards: each shard is a source of a mix")
+    parser.add_argument("--blocks", type=int, default=0, help="with --shards: tokens of a block (default: documents)")
+    parser.add_argument("--window", type=int, default=1 << 26, help="tokens within which rows are shuffled (2^26)")
     parser.add_argument("--folder", default=None, help="where to write the corpus (default: a temporary folder)")
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()

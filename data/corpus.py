@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.blocks import BlockOrder, Blocks
 from data.documents import Documents
 from data.epochs import Epochs, Stage
 from data.mix import CorpusError, MixStage, Source, plain_mix, read_mix
@@ -25,10 +26,20 @@ class Corpus(Documents):
     tokenizer_hash: refuse shards made with another tokenizer; None accepts any.
     bos_id, eos_id: ids that open and close each document; eos_id None leaves the end unmarked (published behaviour).
     seed: of the samples that fractions of a source are.
+    order: of epochs that are made of blocks; None: of documents.
     Raises CorpusError or ShardError, each a sentence naming the file.
     """
 
-    def __init__(self, path: str | Path, *, tokenizer_hash: str | None, bos_id: int, eos_id: int | None, seed: int = 0):
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        tokenizer_hash: str | None,
+        bos_id: int,
+        eos_id: int | None,
+        seed: int = 0,
+        order: BlockOrder | None = None,
+    ):
         as_path = Path(path)
         is_mix = as_path.suffix == ".json" and as_path.is_file()
         self.mix = read_mix(as_path) if is_mix else plain_mix(str(path))
@@ -47,6 +58,7 @@ class Corpus(Documents):
                 f"{path}: its shards were made with {len(hashes)} different tokenizers; tokenise them again"
             )
         super().__init__(shards, counts, bos_id, eos_id, seed)
+        self.block_order, self.blocks = order, None if order is None else Blocks(self, order.size, seed)
         # How often an epoch of each stage uses each source.
         self.stage_repeats = [self._repeats(stage) for stage in self.mix.stages]
         self.sources = [
@@ -61,7 +73,17 @@ class Corpus(Documents):
             )
             for number, source in enumerate(self.mix.sources)
         ]
-        self.epochs = Epochs(self, [Stage(0, self.stage_repeats[0])], self.keyed)
+        self.epochs = Epochs(self.units, [Stage(0, self.stage_repeats[0])], self.keyed)
+
+    @property
+    def units(self) -> Documents | Blocks:
+        """What epochs are made of."""
+        return self.blocks or self
+
+    @cached_property
+    def source_tokens(self) -> list[int]:
+        """Tokens of each source, special ones included."""
+        return super().source_tokens if self.blocks is None else self.blocks.source_tokens
 
     def _repeats(self, stage: MixStage) -> tuple[Fraction, ...]:
         """How often an epoch of a stage uses each source, 0 for those that it does not have."""
@@ -100,7 +122,8 @@ class Corpus(Documents):
 
     @property
     def _order(self) -> str:
-        return "rows shuffled within an epoch" + ("; fractions sampled" if self.sampled else "")
+        order = "rows shuffled within an epoch" + ("; fractions sampled" if self.sampled else "")
+        return order if self.block_order is None else f"{order}; {self.block_order}"
 
     def identity(self) -> str:
         """A hash that changes when documents, their order, tokenizer, mix or document ends change; cheap."""

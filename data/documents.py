@@ -56,9 +56,9 @@ class Documents:
         self.shards, self.bos_id, self.eos_id, self._seed = list(shards), bos_id, eos_id, seed
         self.specials_per_document = 1 + (eos_id is not None)
         # First document, and first token, of each shard.
-        self._shard_documents = np.cumsum([0, *(shard.num_documents for shard in self.shards)])
-        self._shard_tokens = np.cumsum([0, *(shard.num_tokens for shard in self.shards)])
-        self.num_tokens = int(self._shard_tokens[-1])
+        self.shard_documents = np.cumsum([0, *(shard.num_documents for shard in self.shards)])
+        self.shard_tokens = np.cumsum([0, *(shard.num_tokens for shard in self.shards)])
+        self.num_tokens = int(self.shard_tokens[-1])
         ends = np.cumsum([0, *counts])
         self.num_documents = int(ends[-1])
         self.counts, self.first_documents = np.array(counts), ends[:-1]  # of each source
@@ -75,8 +75,8 @@ class Documents:
     @cached_property
     def source_tokens(self) -> list[int]:
         """Tokens of each source, special ones included."""
-        of_shards = np.searchsorted(self._shard_documents, [*self.first_documents, self.num_documents])
-        return (np.diff(self._shard_tokens[of_shards]) + self.counts * self.specials_per_document).tolist()
+        of_shards = np.searchsorted(self.shard_documents, [*self.first_documents, self.num_documents])
+        return (np.diff(self.shard_tokens[of_shards]) + self.counts * self.specials_per_document).tolist()
 
     # Documents by their number in the corpus
 
@@ -84,16 +84,16 @@ class Documents:
     def starts(self) -> np.ndarray:
         """Stored tokens in front of each document, and of all: int64 [num_documents + 1]. Raises IndexStopped."""
         starts, stop = np.empty(self.num_documents + 1, np.int64), stop_event.get()
-        for shard, first in zip(self.shards, self._shard_documents.tolist(), strict=False):
+        for shard, first in zip(self.shards, self.shard_documents.tolist(), strict=False):
             if stop is not None and stop.is_set():
                 raise IndexStopped
             shard.read_offsets(starts[first : first + shard.num_documents])
         starts[-1] = self.num_tokens
         for begin in range(0, self.num_documents, _CHUNK):
             end = min(begin + _CHUNK, self.num_documents)
-            low, high = np.searchsorted(self._shard_documents, [begin, end - 1], side="right") - 1
-            shards = self._shard_documents[low : high + 2].clip(begin, end)
-            starts[begin:end] += np.repeat(self._shard_tokens[low : high + 1], np.diff(shards))
+            low, high = np.searchsorted(self.shard_documents, [begin, end - 1], side="right") - 1
+            shards = self.shard_documents[low : high + 2].clip(begin, end)
+            starts[begin:end] += np.repeat(self.shard_tokens[low : high + 1], np.diff(shards))
         return starts
 
     def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -109,9 +109,9 @@ class Documents:
         """
         order = np.argsort(sources)
         sources, targets, lengths = sources[order], targets[order], lengths[order]
-        shard_of = np.searchsorted(self._shard_tokens, sources, side="right") - 1
+        shard_of = np.searchsorted(self.shard_tokens, sources, side="right") - 1
         begins = np.flatnonzero(np.diff(shard_of, prepend=-1))  # pieces at which another shard begins
-        local = sources - self._shard_tokens[shard_of]
+        local = sources - self.shard_tokens[shard_of]
         reads, start = _reads_of_this_thread(), time.perf_counter()
         cuts = [*begins[:: self._most_open].tolist(), len(sources)]  # as many shards at once as may be open
         for first, last in pairwise(cuts):
@@ -126,7 +126,7 @@ class Documents:
         """`read` from a few shards, pieces in their order; `local`: in each piece's shard."""
         begins = np.flatnonzero(np.diff(shard_of, prepend=-1)).tolist()
         groups = [*zip(shard_of[begins].tolist(), begins, [*begins[1:], len(local)], strict=True)]
-        opened = {number: self._open(number) for number, _first, _last in groups}
+        opened = {number: self.opened(number) for number, _first, _last in groups}
         firsts, counts = local.tolist(), lengths.tolist()
         if not self._in_memory:  # ask for all at once, so that the disk is not asked piece by piece
             for number, first, count in zip(shard_of.tolist(), firsts, counts, strict=True):
@@ -144,7 +144,7 @@ class Documents:
                 found[ends[first] : ends[last]] += UNSCORED * ~opened[number].scored(wanted)
         tokens[ranges(targets, lengths)] = found
 
-    def _open(self, number: int) -> Shard:
+    def opened(self, number: int) -> Shard:
         """A shard whose file is mapped; those that were not used for longest make room."""
         shard = self.shards[number]
         if len(self.shards) > self._most_open:

@@ -21,6 +21,7 @@ from data.counter_rng import permute_each
 from data.documents import Documents
 
 if TYPE_CHECKING:
+    from data.blocks import Blocks
     from data.stream import EpochIndex
 
 _MANY = 1 << 14  # documents of each source: a table for each of their permutations pays
@@ -67,14 +68,14 @@ class Epochs:
 
     def __init__(
         self,
-        documents: Documents,
+        documents: Documents | Blocks,
         stages: Sequence[Stage],
         keyed: Sequence[bool],
         end: int | None = None,
         limits: tuple[int, ...] | None = None,
         used: tuple[int, ...] | None = None,
     ):
-        """stages: the first begins at 0. keyed: whether a source's walk is in a keyed order, or else as stored.
+        """documents: or blocks. stages: the first begins at 0. keyed: whether a walk is in a keyed order, or as stored.
 
         end: where the run ends, in tokens; behind it, the last stage goes on. What a stage reads of a source, to its
         end, is a contiguous part of the walk, so that no document is ahead of another by more than one use. None: the

@@ -8,8 +8,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -149,6 +150,24 @@ def _pack(tokens, keys, objective: int, rates: RowRates, options: MaskingOptions
     )
 
 
+class ReadAhead:
+    """Threads that read what is needed later, each piece of work once."""
+
+    def __init__(self) -> None:
+        self._begun: dict[tuple[int, int], threading.Thread] = {}
+
+    def is_new(self, name: tuple[int, int]) -> bool:
+        """Whether no work was begun under a name."""
+        return name not in self._begun
+
+    def start(self, name: tuple[int, int], work: Callable[[], None]) -> None:
+        """Do some work."""
+        self._begun[name] = threading.Thread(target=work, name="read ahead", daemon=True)
+        self._begun[name].start()
+        while len(self._begun) > 2 * len(OBJECTIVES):  # of this window and the next
+            del self._begun[next(iter(self._begun))]
+
+
 class BatchBuilder:
     """Builds any rank's rows of any step; holds the streams and nothing that changes a result."""
 
@@ -158,18 +177,36 @@ class BatchBuilder:
         self.mix = MixPlan(corpus, plan)
         epochs = self.mix.epochs
         self._streams = [TokenStream(corpus, key, of) for key, of in zip(keys, epochs, strict=True)]
-        self._orders = [RowShuffle(epochs[n], key, plan.spans(n)) for n, key in enumerate(keys)]
+        window = corpus.block_order.window if corpus.block_order else None
+        self._orders = [RowShuffle(epochs[n], key, plan.spans(n), window) for n, key in enumerate(keys)]
+        self._ahead = ReadAhead()
 
     def rows(self, step: StepPlan, wanted: RowRange) -> RowBatch:
         """The rows of one objective."""
-        first = step.position[wanted.objective] + wanted.first * step.seq_length
-        positions = self._orders[wanted.objective].positions(first, len(wanted))
+        positions = self._positions(step, wanted)
         # With the first token of the row that follows in the stream, which is the last target.
         tokens, origins = self._streams[wanted.objective].read_rows(
             positions, step.seq_length + 1, origins=self.options.even
         )
         keys = self.plan.row_keys(wanted.objective, positions)
         return _pack(tokens, keys, wanted.objective, step.rates, self.options, origins, self.corpus.has_marks)
+
+    def _positions(self, step: StepPlan, wanted: RowRange) -> np.ndarray:
+        """Where the rows begin in their stream."""
+        order, first = self._orders[wanted.objective], step.position[wanted.objective]
+        if self.corpus.blocks is None:
+            return order.positions(first + wanted.first * step.seq_length, len(wanted))
+        # In the order of the stream each rank reads its part of a window's blocks, whichever step it is.
+        rows = step.objective_rows[wanted.objective]
+        positions = np.sort(order.positions(first, rows))[wanted.first : wanted.last]
+        begin, end = order.window(int(positions[0]))
+        for name in (begin, end):  # this window, if it is the first, and the next
+            if self._ahead.is_new((wanted.objective, name)):
+                begin, end = order.window(name)
+                low, high = (begin + (end - begin) * row // rows for row in (wanted.first, wanted.last))
+                blocks = self._streams[wanted.objective].blocks_of(low, high)
+                self._ahead.start((wanted.objective, name), partial(self.corpus.blocks.read_ahead, blocks))
+        return positions
 
     def step(self, step: int, rank: int, world_size: int, split: str, local_batch_size: int) -> StepBatch:
         """The rows of `rank` in global batch `step`."""

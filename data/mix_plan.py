@@ -52,7 +52,7 @@ class MixPlan:
             so_far = Fraction(sum(ends[-1][: number + 1]), max(1, sum(ends[-1])))
             end = None if self.open_end else ends[-1][number]
             try:
-                found.append(Epochs(corpus, stages, corpus.keyed, end, self._limits(so_far), used))
+                found.append(Epochs(corpus.units, stages, corpus.keyed, end, self._limits(so_far), used))
             except ValueError as error:
                 raise CorpusError(f"{self._too_few()} ({OBJECTIVES[number].name} rows get {error})") from error
             used = used if self.open_end else found[-1].uses_at_end()
@@ -82,13 +82,13 @@ class MixPlan:
     # Limits
 
     def _limits(self, fraction: Fraction) -> tuple[int, ...] | None:
-        """Documents of each walk that objectives with such a fraction of all tokens may use."""
+        """Documents (or blocks) of each walk that objectives with such a fraction of all tokens may use."""
         sources = self._corpus.sources
         if all(source.max_repeats is None for source in sources):
             return None
         documents = [
-            1 << 62 if s.max_repeats is None else int(Fraction(repr(s.max_repeats)) * s.num_documents * fraction)
-            for s in sources
+            1 << 62 if s.max_repeats is None else int(Fraction(repr(s.max_repeats)) * int(count) * fraction)
+            for s, count in zip(sources, self._corpus.units.counts, strict=True)
         ]
         return tuple(documents)
 

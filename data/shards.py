@@ -148,9 +148,12 @@ class Shard:
 
     def prefetch(self, token: int, count: int) -> None:
         """Have the pages of `count` tokens from `token` on read without waiting for them."""
+        self._map.madvise(mmap.MADV_WILLNEED, *self.bytes_of(token, count))
+
+    def bytes_of(self, token: int, count: int) -> tuple[int, int]:
+        """First byte of the page that holds a token, and bytes from there to the end of `count` tokens."""
         first = (_HEADER_BYTES + token * self.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
-        end = _HEADER_BYTES + (token + count) * self.dtype.itemsize
-        self._map.madvise(mmap.MADV_WILLNEED, first, end - first)
+        return first, _HEADER_BYTES + (token + count) * self.dtype.itemsize - first
 
     @cached_property
     def tokens(self) -> np.ndarray:

@@ -23,7 +23,7 @@ class EpochIndex:
     """Where documents lie in one epoch of a stream; half a byte or so per document."""
 
     permutation: Permutation
-    block_ends: np.ndarray  # [blocks] int64: tokens up to the end of each block of BLOCK documents
+    block_ends: np.ndarray  # [blocks] int64: tokens up to the end of each BLOCK documents, or of each of data/blocks.py
 
 
 class TokenStream:
@@ -51,6 +51,9 @@ class TokenStream:
         corpus, epochs = self.corpus, self._epochs
         count = epochs.documents_in(epoch)
         permutation = Permutation(fold(self._key or 0, epoch), count)
+        if corpus.blocks is not None:
+            blocks = epochs.documents_of(epoch, self._order(permutation, np.arange(count)))[0]
+            return EpochIndex(permutation, np.cumsum(corpus.blocks.lengths(blocks)))
         # In the order of the slots, which is that of the shards: only the sums are looked up here and there.
         order = permutation.inverse if self._key is not None else lambda slots: slots
         ends = corpus.block_ends(
@@ -109,6 +112,8 @@ class TokenStream:
 
         In the comments: n ranges, B blocks of the index, D documents in them, P pairs of a range and a document."""
         corpus, index = self.corpus, self._index(epoch)
+        if corpus.blocks is not None:
+            return self._read_blocks(epoch, index, begins, count, want_origins)
         # All documents of every block that a range touches, in the order of the epoch. The index knows the ends of
         # blocks alone, so the lengths of these D documents are looked up and added up below.
         first_blocks = np.searchsorted(index.block_ends, begins, side="right")  # [n]
@@ -151,3 +156,31 @@ class TokenStream:
         origins = np.zeros(len(tokens), np.int64)
         origins[ranges(targets, lengths)] = ranges(sources + (uses[document[some]] << OCCURRENCE_SHIFT), lengths)
         return tokens.reshape(-1, count), origins.reshape(-1, count)
+
+    def _read_blocks(self, epoch: int, index: EpochIndex, begins: np.ndarray, count: int, want_origins: bool):
+        """`_read_epoch` of an epoch that is made of blocks."""
+        blocks, ends = self.corpus.blocks, index.block_ends
+        assert blocks is not None
+        low = np.searchsorted(ends, begins, side="right")  # [n] first block that ends behind the range's beginning
+        overlapping = np.searchsorted(ends, begins + count, side="left") + 1 - low
+        slots = ranges(low, overlapping)  # [P] pairs of a range and a block
+        row = np.repeat(np.arange(len(begins)), overlapping)
+        block, uses, _ = self._epochs.documents_of(epoch, self._order(index.permutation, slots))
+        opens = ends[slots] - blocks.lengths(block) - begins[row]  # column of the block's beginning
+        first, until = np.maximum(opens, 0), np.minimum(ends[slots] - begins[row], count)
+        tokens = np.empty(len(begins) * count, np.int32)
+        targets, sources, lengths, pair = blocks.read(tokens, row * count + first, block, first - opens, until - first)
+        self.corpus.count_mapped(len(lengths), len(tokens))
+        if not want_origins:
+            return tokens.reshape(-1, count), None
+        origins = np.zeros(len(tokens), np.int64)
+        origins[ranges(targets, lengths)] = ranges(sources + (uses[pair] << OCCURRENCE_SHIFT), lengths)
+        return tokens.reshape(-1, count), origins.reshape(-1, count)
+
+    def blocks_of(self, begin: int, end: int) -> list[int]:
+        """The blocks of tokens `begin` .. `end - 1`, which lie in one epoch, in the order of the stream."""
+        epoch = self._epochs.epoch_of(begin)
+        index, before = self._index(epoch), self._epochs.tokens_before_epoch(epoch)
+        low, high = np.searchsorted(index.block_ends, [begin - before, end - before], side="right").tolist()
+        slots = np.arange(low, min(high + 1, index.permutation.size))
+        return self._epochs.documents_of(epoch, self._order(index.permutation, slots))[0].tolist()

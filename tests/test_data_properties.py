@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from data.blocks import BlockOrder
 from data.corpus import Corpus
 from data.loader import BatchBuilder, RowBatch, ValidationSet
 from data.masking import IGNORE_INDEX, PADDING, MaskingOptions
@@ -44,6 +45,7 @@ class Case:
     even: bool
     row_start: bool
     mix: dict[str, Any] | None  # of a mix file
+    order: BlockOrder | None
 
     @property
     def options(self) -> MaskingOptions:
@@ -62,7 +64,7 @@ class Case:
         if self.mix is not None:
             path = folder / "mix.json"
             path.write_text(json.dumps(self.mix))
-        return Corpus(str(path), tokenizer_hash=None, bos_id=BOS, eos_id=self.eos)
+        return Corpus(str(path), tokenizer_hash=None, bos_id=BOS, eos_id=self.eos, order=self.order)
 
 
 def draw_mix(draw: st.DrawFn, max_steps: int) -> dict[str, Any]:
@@ -113,6 +115,7 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.booleans()),
         draw(st.booleans()),
         mix,
+        draw(st.none() | st.builds(BlockOrder, st.sampled_from([1, 3, 40, 1000]), st.sampled_from([9, 100, 5000]))),
     )
 
 
@@ -155,7 +158,8 @@ def check_masks(batch: RowBatch, mask_p: float, options: MaskingOptions) -> None
 @fuzz
 @given(cases())
 def test_batches_are_the_plan_s_on_any_number_of_ranks(tmp_path_factory, case):
-    corpus, plan = case.open(tmp_path_factory.mktemp("batches")), case.plan
+    folder, plan = tmp_path_factory.mktemp("batches"), case.plan
+    corpus = case.open(folder)
     builder = BatchBuilder(corpus, plan, case.options)
     masked = 0
     for number in range(plan.max_steps):
@@ -167,6 +171,9 @@ def test_batches_are_the_plan_s_on_any_number_of_ranks(tmp_path_factory, case):
         masked += step.objective_rows[MASKED]
         assert masked == (step.ratio_carry + step.rows * step.ratio) // step.denominator
         check_masks(batch, step.mask_p, case.options)
+        if number == plan.max_steps // 2:  # as a run that resumes there
+            again = BatchBuilder(case.open(folder), plan, case.options).step(number, 0, 1, "rows", 4).batch
+            assert (again.tokens == batch.tokens).all()
         for world_size in (2, 3, 5):
             for choice in ("rows", "ranks") if plan.smallest_batch >= world_size else ():
                 check_ranks(builder, step, batch, world_size, choice)
@@ -211,9 +218,10 @@ def test_mix_uses_no_document_ahead_of_others_and_stages_their_sources(tmp_path_
             assert epochs.source_tokens(last).sum() == pytest.approx(last)
             used = {"ab"[int(token - FIRST >= split)] for token in tokens if token >= FIRST}
             assert used <= {corpus.sources[n].name for n, repeat in enumerate(repeats) if repeat}
-    for source, used in zip(corpus.sources, builder.mix.epochs[-1].uses_at_end(), strict=True):
+    walked = zip(corpus.sources, builder.mix.epochs[-1].uses_at_end(), corpus.units.counts.tolist(), strict=True)
+    for source, used, count in walked:
         part = uses[FIRST:][:split] if source.name == "a" else uses[FIRST:][split:]
-        assert part.max() <= -(-used // source.num_documents)
+        assert part.max() <= -(-used // count)
 
 
 @fuzz

@@ -153,7 +153,7 @@ def test_origins_name_the_token_and_its_earlier_uses(tmp_path):
 def test_origins_have_room_for_trillions_of_tokens(tmp_path):
     write_documents(tmp_path, [[5, 3, 8], [2, 6]])
     corpus, large = (open_corpus(str(tmp_path / "*.shard")) for _ in range(2))
-    large._shard_tokens = large._shard_tokens + 60 * 10**12  # as if so many tokens were in front
+    large.shard_tokens = large.shard_tokens + 60 * 10**12  # as if so many tokens were in front
     large.num_tokens += 60 * 10**12
     total = corpus.tokens_before_epoch(3)
     tokens, origins = TokenStream(corpus, 3).read(0, total, origins=True)

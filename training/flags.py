@@ -174,12 +174,19 @@ class Flags:
     # batches
     seq_length: int = _flag(128, "tokens per row at the start", "batches", at_least(2, "a row needs a next token"))
     length_milestones: tuple[float, ...] = _flag(
-        (0.7, 0.9),
-        "fractions of the run at which rows double in length; '' keeps them",
-        "batches",
-        RISING,
+        (0.7, 0.9), "fractions of the run at which rows double in length; '' keeps them", "batches", RISING,
         kind=float_list,
-    )
+    )  # fmt: skip
+    order: str = _flag(
+        "documents", "what an epoch takes in random order: documents, read here and there; or blocks, each read from "
+        "front to back, for corpora that are not in memory, or with 100 M documents and more", "batches",
+        choices=("documents", "blocks"),
+    )  # fmt: skip
+    block_tokens: int = _flag(1 << 20, "with --order blocks: stored tokens of a block", "batches", at_least(1))
+    shuffle_tokens: int = _flag(
+        1 << 29, "with --order blocks: rows are shuffled within so many tokens; these and the next are read ahead into "
+        "memory, of each objective", "batches", at_least(1),
+    )  # fmt: skip
     global_batch_size: int = _flag(
         32768, "rows of seq_length tokens per optimizer step at the end", "batches", at_least(1)
     )
@@ -250,16 +257,14 @@ class Flags:
     rest_optimizer: str = _flag(
         "adamw",
         "update rule of all but those matrices (embeddings, head, norms, biases) with muon and normuon",
-        "optimization",
-        choices=("adamw", "lamb"),
-    )
+        "optimization", choices=("adamw", "lamb"),
+    )  # fmt: skip
     matrix_learning_rate: float = _flag(
         0.0025,
         "peak learning rate of those matrices (0: that of all, --learning_rate); entries of their updates have the "
         "root mean square 0.2 at rate 1, so that rates of AdamW suit them (the default: benchmarks/speedrun/README.md)",
-        "optimization",
-        at_least(0),
-    )
+        "optimization", at_least(0),
+    )  # fmt: skip
     matrix_momentum: float = _flag(0.95, "Nesterov momentum of muon and normuon", "optimization", DECAY)
     cautious_weight_decay: bool = _flag(
         False, "muon and normuon: only entries that the update moves towards 0 decay", "optimization"
@@ -299,11 +304,9 @@ class Flags:
         ),
     )
     allreduce_dtype: str = _flag(
-        "float32",
-        "precision of the all_reduce of gradients; bfloat16 halves the traffic and rounds each sum to 8 bits",
-        "optimization",
-        choices=("float32", "bfloat16"),
-    )
+        "float32", "precision of the all_reduce of gradients; bfloat16 halves the traffic and rounds a sum to 8 bits",
+        "optimization", choices=("float32", "bfloat16"),
+    )  # fmt: skip
     mixed_precision: bool | None = _flag(
         None, "bf16 autocast with fp32 weights (default: on CUDA yes, on the CPU no)", "optimization", kind=bool
     )

@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer
 
 from data.batch_schedule import BatchSchedule
+from data.blocks import BlockOrder
 from data.corpus import Corpus, CorpusError
 from data.ledger import make_ledger
 from data.loader import BatchBuilder, Loader, ValidationSet
@@ -306,7 +307,9 @@ def read_inputs(config: TrainingConfig) -> Inputs:
     )
     eos = special.ids["eos"] if config.document_end and not special.one_boundary else None
     identity = tokenizer_hash(tokenizer_file(config.tokenizer_path))
-    corpus = Corpus(config.train_path, tokenizer_hash=identity, bos_id=options.bos_id, eos_id=eos, seed=config.seed)
+    order = BlockOrder(config.block_tokens, config.shuffle_tokens) if config.order == "blocks" else None
+    ids = {"bos_id": options.bos_id, "eos_id": eos}
+    corpus = Corpus(config.train_path, tokenizer_hash=identity, **ids, seed=config.seed, order=order)
     words = special.vocab_size
     if not words <= model_config.vocab_size < words + _VOCABULARY_PADDING:
         added = f", of which {special.added} were added to those of its model" * bool(special.added)

@@ -229,6 +229,7 @@ def _row_order(flags: dict[str, Any]) -> list[Any]:
     """What the order of rows depends on: that of a run whose plan does not move need not depend on its length."""
     flags = {name: flags.get(name, spec.default) for name, spec in FIELDS.items()}
     names = ("seq_length", "global_batch_size", "hybrid_numerator", "hybrid_denominator", "seed", "document_end")
+    names = (*names, "order", "block_tokens", "shuffle_tokens")
     moving = {"batch_reduction": 1, "length_milestones": [], "hybrid_numerator_end": -1, "hybrid_schedule": ""}
     moves = [flags.get(name, still) for name, still in moving.items()]
     depends = moves != list(moving.values()) or flags["schedule"] not in OPEN_ENDED
