@@ -55,6 +55,7 @@ from training.checkpoint import locate
 _BACKENDS = {"masked": "mlm", "causal": "causal", "fused": "fused"}
 # For each objective, by dataset: the sentences, and for reading times the place that each belongs to.
 Encoded = dict[str, dict[str, tuple[TokenizedSentences, np.ndarray | None]]]
+_MOST_SHOTS = 1000
 _MAIN = "main"  # the revision of what is no checkpoint by its name
 
 
@@ -76,6 +77,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add_scoring_flags(parser, document_end=False, several=True)
     parser.add_argument("--data", required=True, metavar="FOLDER", help="the pipeline's folder, or any part of it")
     add_mode_flag(parser)
+    parser.add_argument(
+        "--shots", type=int, default=0, metavar="N",
+        help="before each item show N others of its UID with the right choice (one-shot: 1; default: 0, zero-shot)",
+    )  # fmt: skip
+    parser.add_argument("--shots_seed", type=int, default=0, metavar="N", help="which others are shown (default: 0)")
+    parser.add_argument(
+        "--separator", default="\n", metavar="TEXT", help="what stands behind each that is shown (default: a new line)"
+    )
     parser.add_argument("--output", metavar="FOLDER", help="write results and predictions below this folder")
     return parser.parse_args(arguments)
 
@@ -83,7 +92,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def evaluate(options: argparse.Namespace) -> None:
     """Print the results of every model, and write what --output asks for."""
     check_scoring_flags(options, files=())  # --output names a folder
-    names = [model_name(path, options.ema) for path in options.model]
+    if not 0 <= options.shots <= _MOST_SHOTS:
+        raise UsageError(f"--shots is {options.shots}: give a number of examples from 0 to {_MOST_SHOTS}.")
+    names = [model_name(path, options.ema, options.shots) for path in options.model]
     for path, name in zip(options.model, names, strict=True):
         if options.output and names.count(name) > 1:
             raise UsageError(f"MODEL {path}: two models would write to {'/'.join(name)}; rename one of the folders.")
@@ -94,6 +105,11 @@ def evaluate(options: argparse.Namespace) -> None:
     datasets, notes = find_datasets(Path(options.data), "--data")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+    datasets = [
+        zero_shot.with_examples(each, options.shots, options.shots_seed, options.separator) for each in datasets
+    ]
+    if options.shots and (plain := [each.name for each in datasets if not any(item.shown for item in each.items)]):
+        print(f"note: without examples, as no choice is right there: {', '.join(plain)}", file=sys.stderr)
     readings = {each.name: read_reading_times(each.path, "--data") for each in datasets if each.task == READING}
     suite, modes = Suite(tuple(datasets), readings), chosen_modes(options.mode)
 
@@ -110,6 +126,7 @@ def evaluate(options: argparse.Namespace) -> None:
             "revision": name[1],
             "weights": "ema" if options.ema else "trained",
             "document_end": model.document_end,
+            "shots": options.shots,
             "datasets": {each.name: summarise(each, suite, scores) for each in suite.datasets},
         }
         print("\n".join(table(f"{'/'.join(name)}", found["datasets"], modes)), flush=True)
@@ -120,9 +137,10 @@ def evaluate(options: argparse.Namespace) -> None:
         print("\n".join(overview(["/".join(name) for name in names], every, modes)))
 
 
-def model_name(path: str, ema: bool) -> tuple[str, str]:
+def model_name(path: str, ema: bool, shots: int = 0) -> tuple[str, str]:
     """The names of a model and of its revision: a checkpoint of a run, or a folder called chck_..., is a revision."""
-    folder, suffix = Path(os.path.abspath(path)), "-ema" if ema else ""  # chck_1M may be a link to a checkpoint
+    folder = Path(os.path.abspath(path))  # chck_1M may be a link to a checkpoint
+    suffix = "-ema" * ema + (f"-{shots}shot" if shots else "")
     if folder.parent.name == "checkpoints":
         return f"{folder.parent.parent.name}{suffix}", folder.name
     if folder.name.startswith("chck_"):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from data.counter_rng import fold
 from evaluation.finetune_metrics import spearman
 from evaluation.minimal_pairs import accuracies, as_json
 from evaluation.pair_accuracy import (
@@ -52,7 +53,7 @@ class Item:
     """Choices between completions [C], each behind its prefix [C].
 
     paradigm: what the pipeline calls UID; results are means over these, in each part first. share: people's share of
-    the first choice; None where the first is right.
+    the first choice; None where the first is right. shown: what the model reads before each prefix, as examples.
     """
 
     paradigm: str
@@ -61,6 +62,7 @@ class Item:
     fields: Mapping[str, Any] = field(default_factory=dict)
     part: str = ""
     share: float | None = None
+    shown: str = ""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -187,13 +189,38 @@ _FORMATS: dict[str, Callable[[dict[str, Any], str, str], Item]] = {
 }  # fmt: skip
 
 
+def with_examples(dataset: Dataset, shots: int, seed: int, separator: str) -> Dataset:
+    """A dataset whose items stand behind `shots` others of their paradigm with the right choice and a separator each.
+
+    Which ones is a function of the seed and the item's place. Of WUG, where no choice is right, none; nor of reading.
+    Raises ConfigError where a paradigm has too few items.
+    """
+    if not shots or any(item.share is not None for item in dataset.items):
+        return dataset
+    members: dict[str, list[int]] = {}
+    for index, item in enumerate(dataset.items):
+        members.setdefault(item.paradigm, []).append(index)
+    found = []
+    for index, item in enumerate(dataset.items):
+        others = [other for other in members[item.paradigm] if dataset.items[other].texts != item.texts]
+        if len(others) < shots:
+            raise ConfigError(
+                f"--shots is {shots}, and {dataset.name} has {len(others)} other items of {item.paradigm}; give fewer"
+            )
+        key = fold(fold(seed, 5), index)
+        drawn = sorted(others, key=lambda other, key=key: fold(key, other))[:shots]
+        found.append(replace(item, shown="".join(dataset.items[other].texts[0] + separator for other in drawn)))
+    return replace(dataset, items=tuple(found))
+
+
 # Scores and results
 
 
 def encode_items(items: Sequence[Item], tokenizer: Tokenizer, special: SpecialIds) -> TokenizedSentences:
     """All choices of all items, one after the other."""
-    texts = [text for item in items for text in item.texts]
-    return encode_sentences(tokenizer, texts, special, [len(prefix) for item in items for prefix in item.prefixes])
+    texts = [item.shown + text for item in items for text in item.texts]
+    contexts = [len(item.shown) + len(prefix) for item in items for prefix in item.prefixes]
+    return encode_sentences(tokenizer, texts, special, contexts)
 
 
 def by_item(items: Sequence[Item], sums: np.ndarray) -> np.ndarray:

@@ -1,26 +1,22 @@
 """BabyLM's zero-shot tasks: scores of every format against brute force in float64, results, files, what is refused."""
 
 import copy
-import csv
 import json
 import math
-import shutil
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_evaluation import reference, tiny_model
+from helpers.tiny_evaluation import EWOK, PAIR, PLACES, brute, tiny_model, write_lines, write_pipeline
 from helpers.tiny_runs import TEXT, train_on
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from evaluation import babylm, lambada, reading_times, syntax_gym, zero_shot
+from evaluation import babylm, reading_times, zero_shot
 from evaluation.babylm import Suite, encode, model_name, score
 from evaluation.generation import LoadedModel
 from evaluation.reading_times import ReadingTimes, encode_places, r_squared, surprisals
 from evaluation.scoring import ScoringModel
-from evaluation.suites import measure_suites, read_suites
 from evaluation.token_log_probs import BatchShape, SpecialIds, joined, sentence_sums, token_scores
 from evaluation.zero_shot import Item, encode_items, find_datasets
 from model_extra import GPTBert
@@ -50,58 +46,9 @@ def exact(model: GPTBert) -> GPTBert:
     return copy.deepcopy(model).double()
 
 
-def write_lines(path: Path, lines: list) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
-
-
-EWOK = {"Domain": "space", "Context2": "x", "ContextType": "direct", "ContextDiff": "a", "TargetDiff": "b"}
-PAIR = {"sentence_good": "The list holds.", "sentence_bad": "The lists holds."}
-PLACES = [
-    ("", "The", "", ""),
-    ("The", "function", "", "The"),
-    ("The function", "returns", "The", "function"),
-    ("The function returns", "naïve", "The function", "returns"),
-]
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """All formats in the pipeline's layout: ties, an empty context, unknown characters, several lines of a UID."""
-    folder = tmp_path_factory.mktemp("data") / "full_eval"
-    write_lines(folder / "blimp_filtered/a.jsonl", [{**PAIR, "UID": "one", "field": "syntax"}, {**PAIR, "UID": "two"}])
-    same = {"sentence_good": "a 東京", "sentence_bad": "a 東京"}
-    write_lines(folder / "supplement_filtered/b.jsonl", [PAIR, same])
-    ewok = [
-        {**EWOK, "Context1": "The list is old.", "Target1": "It holds words.", "Target2": "It holds naïve 𝔘."},
-        {**EWOK, "Context1": "", "Target1": "The cat", "Target2": "The function of"},
-        {**EWOK, "Domain": "time", "Context1": "Length of", "Target1": "the list.", "Target2": "the list."},
-    ]
-    write_lines(folder / "ewok_filtered/space.jsonl", ewok)
-    options = ["the list.", "the words.", "a function.", "nothing.", "the length of."]
-    for stem in ("regular", "ambiref"):
-        lines = [{"input_prefix": f"Box {n} {stem} holds ", "options": options[n:] + options[:n], "numops": n % 2}
-                 for n in range(2)]  # fmt: skip
-        write_lines(folder / f"entity_tracking/{stem}.jsonl", lines)
-    phrase = {"prefix_acceptable": "The list", "prefix_unacceptable": "A naïve 東京", "property_phrase": "holds words."}
-    write_lines(folder / "comps/comps_base.jsonl", [phrase, {**phrase, "prefix_acceptable": ""}])
-    write_lines(folder / "comps/comps_wugs.jsonl", [{**phrase, "property_phrase": "returns the length"}])
-    wug = [{"sentences": f"The {n} list\tThe {n} words hold", "ratio": n / 7} for n in range(5)]
-    write_lines(folder / "wug_adj_nominalization/wug_adj_nominalization.jsonl", wug)
-    write_lines(folder / "wug_past_tense/wug_past_tense.jsonl", wug[::-1])
-    (folder / "reading").mkdir()
-    generator = np.random.default_rng(0)
-    with (folder / "reading/reading_data.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["item", "word", "prev_item", "prev_word", "Subtlex_log10", "RTfirstfix", "RTgopast",
-                         "self_paced_reading_time"])  # fmt: skip
-        for number in range(48):
-            frequency = "NA" if number == 41 else 1 + number % 5
-            writer.writerow([*PLACES[number % 4], frequency, *generator.uniform(100, 300, 3).round(3)])
-    write_lines(folder / "glue_filtered/boolq.jsonl", [{"label": 1}])
-    write_lines(folder / "cdi_childes/cdi.jsonl", [{"word": "cat"}])
-    return folder
+    return write_pipeline(tmp_path_factory.mktemp("data") / "full_eval")
 
 
 @pytest.fixture(scope="module")
@@ -114,17 +61,6 @@ def run_folder(model, tokenizer, tmp_path_factory) -> Path:
     for step, of in ((1, zero), (2, weights)):
         write_checkpoint(folder / "checkpoints", step, {"model": of, "ema": zero}, {"flags": {}}, files)
     return folder
-
-
-@cache
-def brute(model: GPTBert, tokenizer: Tokenizer, prefix: str, completion: str, mode: str) -> float:
-    """A completion's log-probability: the tokens with a character in it."""
-    if mode == "fused":
-        return sum(brute(model, tokenizer, prefix, completion, part) for part in ("masked", "causal")) / 2
-    encoding = tokenizer.encode(prefix + completion, add_special_tokens=False)
-    first = next(i for i, (_, end) in enumerate(encoding.offsets) if end > len(prefix))
-    scored = range(first, len(encoding.ids))
-    return reference(model, encoding.ids, encoding.word_ids, mode, eos=False, only=scored)[0]
 
 
 @torch.no_grad()
@@ -359,64 +295,3 @@ def test_shares_and_their_correlation():
     z, se = math.atanh(0.5), math.sqrt(1.125 / 27)
     low, high = zero_shot._spearman_interval(0.5, 30)
     assert (low, high) == pytest.approx((math.tanh(z - 1.959964 * se), math.tanh(z + 1.959964 * se)))
-
-
-# During training
-
-
-def test_suites_during_training_give_what_the_commands_give(model, tokenizer, data, run_folder, tmp_path, capsys):
-    """All of a folder at once: pairs, items with choices, reading times, SyntaxGym and LAMBADA."""
-    folder = shutil.copytree(data, tmp_path / "every")
-    write_lines(folder / "lambada_test.jsonl", [{"text": "The function returns the list"}, {"text": "The words of a"}])
-    conditions = [
-        {"condition_name": name, "regions": [{"region_number": n, "content": of} for n, of in enumerate(texts, 1)]}
-        for name, texts in (("a", ("The", "list holds")), ("b", ("The", "words")))
-    ]
-    suite = {"items": [{"conditions": conditions}], "predictions": [{"formula": "(2;%a%) < (2;%b%)"}]}
-    (folder / "syntax").mkdir()
-    (folder / "syntax/npi.json").write_text(json.dumps(suite))
-    suites, notes = read_suites(folder, tokenizer, SPECIAL)
-    assert [note.split(" ")[0] for note in notes] == ["cdi_childes/cdi.jsonl", "glue_filtered/boolq.jsonl"]
-    shape = BatchShape(4, 64)
-
-    def logits(input_ids, document_ids, causal, positions):
-        return model.predict(model.encode(input_ids, document_ids, causal).flatten(0, 1)[positions])
-
-    found = measure_suites(logits, suites, SPECIAL, WORLD, shape, "all", autocast=False)
-    flags = ["--device", "cpu", "--mode", "all", "--output"]
-    main_model = str(run_folder / "checkpoints/step_00000002")
-    assert babylm.main([main_model, "--data", str(data), *flags, str(tmp_path / "out")]) == 0
-    (results,) = (tmp_path / "out").rglob("results.json")
-    datasets = json.loads(results.read_text())["datasets"]
-    for mode in MODES:
-        names = []
-        for name, of in datasets.items():
-            expected = of["modes"][mode]
-            if name == "reading_data":
-                for part in ("eye_tracking", "self_paced"):
-                    assert found[f"eval/{mode}/reading_data_{part}"] == pytest.approx(expected[part]["gain"], abs=1e-6)
-                continue
-            names.append(name)
-            if name != "blimp_filtered":  # there UIDs, here files
-                value = expected["spearman"] if "spearman" in expected else expected["mean"]["accuracy"]
-                assert found[f"eval/{mode}/{name}"] == pytest.approx(value), name
-        assert len(names) == 7
-        space = datasets["ewok_filtered"]["modes"][mode]["paradigms"]["space"]["accuracy"]
-        assert found[f"eval/{mode}/ewok_filtered/space"] == space
-    files = {"lambada": folder / "lambada_test.jsonl", "syntax": folder / "syntax/npi.json"}
-    for command, name in ((lambada, "lambada"), (syntax_gym, "syntax")):
-        output = tmp_path / f"{name}.json"
-        assert command.main([main_model, "--data", str(files[name]), "--device", "cpu", "--output", str(output)]) == 0
-        files[name] = output
-    of = json.loads(files["syntax"].read_text())["suites"]["npi"]
-    for mode in MODES:
-        assert found[f"eval/{mode}/syntaxgym"] == found[f"eval/{mode}/syntaxgym/npi"] == of[mode]["mean"]["accuracy"]
-    of = json.loads(files["lambada"].read_text())
-    assert found["eval/causal/lambada_test"] == of["causal"]["accuracy"]["accuracy"]
-    assert "eval/fused/lambada_test" not in found
-    write_lines(folder / "blimp_filtered/mixed.jsonl", [{"text": "The list"}])
-    with pytest.raises(ConfigError, match="blimp_filtered holds minimal pairs and others"):
-        read_suites(folder, tokenizer, SPECIAL)
-    lines = write_lines(tmp_path / "x.jsonl", [{"words": "The list"}])
-    with pytest.raises(ConfigError, match=r"x.jsonl, line 1: \"sentence_good\" is missing, and the fields \(words\)"):
-        read_suites(lines, tokenizer, SPECIAL)

@@ -1,11 +1,17 @@
-"""A tiny hybrid model, and the score of a sentence by its definition, for the tests of evaluation/."""
+"""A tiny hybrid model, the score of a text by its definition, and BabyLM's files, for the tests of evaluation/."""
 
 from __future__ import annotations
 
 import copy
+import csv
+import json
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
+import numpy as np
 import torch
+from tokenizers import Tokenizer
 
 from model import ModelConfig
 from model_extra import GPTBert
@@ -59,3 +65,66 @@ def reference(
         for k, t in enumerate(temperatures):
             totals[k] += float((logits / t).log_softmax(-1)[ids[i]])
     return totals
+
+
+@cache
+def brute(model: GPTBert, tokenizer: Tokenizer, prefix: str, completion: str, mode: str) -> float:
+    """A completion's log-probability: the tokens with a character in it."""
+    if mode == "fused":
+        return sum(brute(model, tokenizer, prefix, completion, part) for part in ("masked", "causal")) / 2
+    encoding = tokenizer.encode(prefix + completion, add_special_tokens=False)
+    first = next(i for i, (_, end) in enumerate(encoding.offsets) if end > len(prefix))
+    scored = range(first, len(encoding.ids))
+    return reference(model, encoding.ids, encoding.word_ids, mode, eos=False, only=scored)[0]
+
+
+def write_lines(path: Path, lines: list) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+EWOK = {"Domain": "space", "Context2": "x", "ContextType": "direct", "ContextDiff": "a", "TargetDiff": "b"}
+PAIR = {"sentence_good": "The list holds.", "sentence_bad": "The lists holds."}
+PLACES = [
+    ("", "The", "", ""),
+    ("The", "function", "", "The"),
+    ("The function", "returns", "The", "function"),
+    ("The function returns", "naïve", "The function", "returns"),
+]
+
+
+def write_pipeline(folder: Path) -> Path:
+    """All formats in BabyLM's layout: ties, an empty context, unknown characters, several lines of a UID."""
+    write_lines(folder / "blimp_filtered/a.jsonl", [{**PAIR, "UID": "one", "field": "syntax"}, {**PAIR, "UID": "two"}])
+    same = {"sentence_good": "a 東京", "sentence_bad": "a 東京"}
+    write_lines(folder / "supplement_filtered/b.jsonl", [PAIR, same])
+    ewok = [
+        {**EWOK, "Context1": "The list is old.", "Target1": "It holds words.", "Target2": "It holds naïve 𝔘."},
+        {**EWOK, "Context1": "", "Target1": "The cat", "Target2": "The function of"},
+        {**EWOK, "Domain": "time", "Context1": "Length of", "Target1": "the list.", "Target2": "the list."},
+    ]
+    write_lines(folder / "ewok_filtered/space.jsonl", ewok)
+    options = ["the list.", "the words.", "a function.", "nothing.", "the length of."]
+    for stem in ("regular", "ambiref"):
+        lines = [{"input_prefix": f"Box {n} {stem} holds ", "options": options[n:] + options[:n], "numops": n % 2}
+                 for n in range(2)]  # fmt: skip
+        write_lines(folder / f"entity_tracking/{stem}.jsonl", lines)
+    phrase = {"prefix_acceptable": "The list", "prefix_unacceptable": "A naïve 東京", "property_phrase": "holds words."}
+    write_lines(folder / "comps/comps_base.jsonl", [phrase, {**phrase, "prefix_acceptable": ""}])
+    write_lines(folder / "comps/comps_wugs.jsonl", [{**phrase, "property_phrase": "returns the length"}])
+    wug = [{"sentences": f"The {n} list\tThe {n} words hold", "ratio": n / 7} for n in range(5)]
+    write_lines(folder / "wug_adj_nominalization/wug_adj_nominalization.jsonl", wug)
+    write_lines(folder / "wug_past_tense/wug_past_tense.jsonl", wug[::-1])
+    (folder / "reading").mkdir()
+    generator = np.random.default_rng(0)
+    with (folder / "reading/reading_data.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["item", "word", "prev_item", "prev_word", "Subtlex_log10", "RTfirstfix", "RTgopast",
+                         "self_paced_reading_time"])  # fmt: skip
+        for number in range(48):
+            frequency = "NA" if number == 41 else 1 + number % 5
+            writer.writerow([*PLACES[number % 4], frequency, *generator.uniform(100, 300, 3).round(3)])
+    write_lines(folder / "glue_filtered/boolq.jsonl", [{"label": 1}])
+    write_lines(folder / "cdi_childes/cdi.jsonl", [{"word": "cat"}])
+    return folder

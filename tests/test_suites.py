@@ -1,0 +1,147 @@
+"""All zero-shot suites at once, as during training, against their commands; examples before an item."""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny_evaluation import EWOK, brute, tiny_model, write_lines, write_pipeline
+from helpers.tiny_runs import TEXT, train_on
+from tokenizers import Tokenizer
+
+from evaluation import babylm, lambada, syntax_gym, zero_shot
+from evaluation.suites import measure_suites, read_suites
+from evaluation.token_log_probs import BatchShape, SpecialIds, sentence_sums, token_scores
+from evaluation.zero_shot import find_datasets
+from model_extra import GPTBert
+from training.checkpoint import write_checkpoint
+from training.config import ConfigError
+from training.distributed import World
+from training.environment import Environment
+
+WORLD = World(0, 1, torch.device("cpu"), Environment("none"))
+SPECIAL = SpecialIds(bos=1, eos=None, pad=3, mask=4)
+MODES = ("masked", "causal", "fused")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_on(TEXT, 300)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Tokenizer) -> GPTBert:
+    """With weights enlarged so that scores differ widely."""
+    return tiny_model(tokenizer.get_vocab_size(), scale=2)
+
+
+@pytest.fixture(scope="module")
+def run_folder(model, tokenizer, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "mine"
+    files = {"config.json": json.dumps(model.config.to_dict()).encode(), "tokenizer.json": tokenizer.to_str().encode()}
+    write_checkpoint(folder / "checkpoints", 2, {"model": model.state_dict()}, {"flags": {}}, files)
+    return folder
+
+
+def logits_of(model: GPTBert) -> Callable[..., torch.Tensor]:
+    def logits(input_ids, document_ids, causal, positions):
+        return model.predict(model.encode(input_ids, document_ids, causal).flatten(0, 1)[positions])
+
+    return logits
+
+
+def test_examples_before_an_item_are_read_and_not_scored(model, tokenizer, tmp_path, run_folder, capsys):
+    lines = [
+        {**EWOK, "Context1": f"The {a} is old.", "Target1": f"It holds {b}.", "Target2": f"It returns {a}."}
+        for a, b in (("list", "words"), ("word", "lists"), ("function", "naïve 東京"), ("length", "a list"))
+    ]
+    write_lines(tmp_path / "data/ewok/space.jsonl", lines)
+    wug = [{"sentences": f"The {n}\tA {n}", "ratio": n / 7} for n in range(5)]
+    write_lines(tmp_path / "data/wug_past/x.jsonl", wug)
+    datasets = {each.task: each for each in find_datasets(tmp_path / "data", "--data")[0]}
+    shown = zero_shot.with_examples(datasets["ewok"], 2, 7, " | ")
+    assert zero_shot.with_examples(datasets["wug_past"], 2, 7, "\n") == datasets["wug_past"]
+    assert (
+        shown
+        == zero_shot.with_examples(datasets["ewok"], 2, 7, " | ")
+        != zero_shot.with_examples(datasets["ewok"], 2, 8, " | ")
+    )
+    exact = copy.deepcopy(model).double()
+    right = [item.texts[0] for item in datasets["ewok"].items]
+    for item, plain in zip(shown.items, datasets["ewok"].items, strict=True):
+        examples = item.shown.split(" | ")
+        assert examples.pop() == ""
+        assert len(set(examples) & set(right)) == 2
+        assert plain.texts[0] not in examples
+    texts = zero_shot.encode_items(shown.items, tokenizer, SPECIAL)
+    scores = token_scores(logits_of(model), texts, SPECIAL, WORLD, BatchShape(2, 64), causal=True, autocast=False)
+    found = zero_shot.by_item(shown.items, sentence_sums(texts, scores)[0])
+    for item, line in zip(shown.items, found, strict=True):
+        parts = zip(item.prefixes, item.completions, strict=True)
+        expected = [brute(exact, tokenizer, item.shown + prefix, completion, "causal") for prefix, completion in parts]
+        assert line.tolist() == pytest.approx(expected, rel=1e-5)
+    command = [str(run_folder), "--data", str(tmp_path / "data"), "--device", "cpu", "--mode", "causal", "--shots"]
+    assert babylm.main([*command, "1", "--output", str(tmp_path / "out")]) == 0
+    assert "without examples, as no choice is right there: wug_past" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out/mine-1shot/main/zero_shot/results.json").read_text())["shots"] == 1
+    assert babylm.main([*command, "4"]) == 2
+    assert "--shots is 4, and ewok has 3 other items of space; give fewer" in capsys.readouterr().err
+
+
+def test_suites_during_training_give_what_the_commands_give(model, tokenizer, run_folder, tmp_path):
+    """All of a folder at once: pairs, items with choices, reading times, SyntaxGym and LAMBADA."""
+    data = write_pipeline(tmp_path / "full_eval")
+    folder = shutil.copytree(data, tmp_path / "every")
+    write_lines(folder / "lambada_test.jsonl", [{"text": "The function returns the list"}, {"text": "The words of a"}])
+    conditions = [
+        {"condition_name": name, "regions": [{"region_number": n, "content": of} for n, of in enumerate(texts, 1)]}
+        for name, texts in (("a", ("The", "list holds")), ("b", ("The", "words")))
+    ]
+    suite = {"items": [{"conditions": conditions}], "predictions": [{"formula": "(2;%a%) < (2;%b%)"}]}
+    (folder / "syntax").mkdir()
+    (folder / "syntax/npi.json").write_text(json.dumps(suite))
+    suites, notes = read_suites(folder, tokenizer, SPECIAL)
+    assert [note.split(" ")[0] for note in notes] == ["cdi_childes/cdi.jsonl", "glue_filtered/boolq.jsonl"]
+    shape = BatchShape(4, 64)
+
+    found = measure_suites(logits_of(model), suites, SPECIAL, WORLD, shape, "all", autocast=False)
+    flags = ["--device", "cpu", "--mode", "all", "--output"]
+    main_model = str(run_folder / "checkpoints/step_00000002")
+    assert babylm.main([main_model, "--data", str(data), *flags, str(tmp_path / "out")]) == 0
+    (results,) = (tmp_path / "out").rglob("results.json")
+    datasets = json.loads(results.read_text())["datasets"]
+    for mode in MODES:
+        names = []
+        for name, of in datasets.items():
+            expected = of["modes"][mode]
+            if name == "reading_data":
+                for part in ("eye_tracking", "self_paced"):
+                    assert found[f"eval/{mode}/reading_data_{part}"] == pytest.approx(expected[part]["gain"], abs=1e-6)
+                continue
+            names.append(name)
+            if name != "blimp_filtered":  # there UIDs, here files
+                value = expected["spearman"] if "spearman" in expected else expected["mean"]["accuracy"]
+                assert found[f"eval/{mode}/{name}"] == pytest.approx(value), name
+        assert len(names) == 7
+        space = datasets["ewok_filtered"]["modes"][mode]["paradigms"]["space"]["accuracy"]
+        assert found[f"eval/{mode}/ewok_filtered/space"] == space
+    files = {"lambada": folder / "lambada_test.jsonl", "syntax": folder / "syntax/npi.json"}
+    for command, name in ((lambada, "lambada"), (syntax_gym, "syntax")):
+        output = tmp_path / f"{name}.json"
+        assert command.main([main_model, "--data", str(files[name]), "--device", "cpu", "--output", str(output)]) == 0
+        files[name] = output
+    of = json.loads(files["syntax"].read_text())["suites"]["npi"]
+    for mode in MODES:
+        assert found[f"eval/{mode}/syntaxgym"] == found[f"eval/{mode}/syntaxgym/npi"] == of[mode]["mean"]["accuracy"]
+    of = json.loads(files["lambada"].read_text())
+    assert found["eval/causal/lambada_test"] == of["causal"]["accuracy"]["accuracy"]
+    assert "eval/fused/lambada_test" not in found
+    write_lines(folder / "blimp_filtered/mixed.jsonl", [{"text": "The list"}])
+    with pytest.raises(ConfigError, match="blimp_filtered holds minimal pairs and others"):
+        read_suites(folder, tokenizer, SPECIAL)
+    lines = write_lines(tmp_path / "x.jsonl", [{"words": "The list"}])
+    with pytest.raises(ConfigError, match=r"x.jsonl, line 1: \"sentence_good\" is missing, and the fields \(words\)"):
+        read_suites(lines, tokenizer, SPECIAL)
