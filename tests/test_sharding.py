@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 from helpers.ranks import Outcome, Run, run_ranks
-from helpers.tiny_runs import flags, make_inputs, training_lines
+from helpers.tiny_runs import ROOT, flags, make_inputs, training_lines
+from torch import nn
 
 import train_single_gpu
+import training.state
+from model_config import ModelConfig
 from training.checkpoint import locate
-from training.distributed import single_world
+from training.config import parse_config
+from training.distributed import World, single_world
+from training.environment import Environment
 from training.gradients import balanced
+from training.inputs import read_inputs
 from training.metric_logger import read_metrics
+from training.state import TrainState, _empty_model
 
 OPTIONS = {
     "max_steps": 8, "save_every": 4, "validate_every": 0, "valid_path": "", "collective_timeout": 0.5,
     "check_ranks_every": 3, "log_stats_every": 3, "warmup_proportion": 0.2,
 }  # fmt: skip
 OPTIMIZERS = {"lamb": "lamb", "normuon": "normuon", "nadam": "torch.optim.NAdam"}
+NAMES = ("lamb_whole", "lamb_bfloat16")
 # name: what it must equal
 SAME = {
     **{f"{name}_two": f"{name}_one" for name in OPTIMIZERS},
@@ -49,6 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
         single(f"{optimizer}_one", "none")
     two = {f"{optimizer}_two": Run(options(f"{optimizer}_two", "zero1")) for optimizer in OPTIMIZERS}
     two["lamb_whole"] = Run(options("lamb_whole", "none"))
+    two["lamb_bfloat16"] = Run(options("lamb_bfloat16", "zero1", allreduce_dtype="bfloat16"))
     coupled = options("nadam_coupled", "zero1", optimizer="tests.helpers.odd_optimizer.Coupled")
     two |= {"coupled": Run(coupled), "bad": Run(options("nadam_bad", "zero1"), fault="infinite_average")}
     outcomes = dict(zip(two, run_ranks(list(two.values())), strict=True))
@@ -93,6 +104,12 @@ def test_same_bits(runs: tuple[Path, dict[str, list[Outcome]]]):
     assert files[:3] == files[3:]
 
 
+def test_sums_in_bfloat16_are_rounded(runs: tuple[Path, dict[str, list[Outcome]]]):
+    whole, rounded = ([line["train/loss"] for line in training_lines(runs[0] / name)] for name in NAMES)
+    assert rounded == pytest.approx(whole, rel=2e-3)
+    assert rounded[3:] != whole[3:]
+
+
 def test_the_start_says_what_it_saves(runs: tuple[Path, dict[str, list[Outcome]]]):
     text = runs[1]["lamb_two"][0].text
     assert "sharding      zero1, moments and average in 2 parts, at most 5" in text
@@ -109,6 +126,45 @@ def test_a_bad_average_of_one_rank_ends_all(runs: tuple[Path, dict[str, list[Out
     assert [outcome.code for outcome in runs[1]["bad"]] == [3, 1]
     assert "before its checkpoint: ema/" in runs[1]["bad"][0].text
     assert not list((runs[0] / "nadam_bad" / "checkpoints").glob("step_*"))
+
+
+def test_a_resume_draws_no_weights(runs: tuple[Path, dict[str, list[Outcome]]], monkeypatch: pytest.MonkeyPatch):
+    checkpoint = locate(runs[0] / "lamb_one")
+    arguments = flags(runs[0].parent / "inputs", runs[0], "lamb_one", **OPTIONS)
+    read = read_inputs(parse_config(arguments, ""))
+    draw = Mock(side_effect=lambda tensor, *_, **__: tensor if tensor.is_meta else pytest.fail("weights are drawn"))
+    monkeypatch.setattr("torch.nn.init.trunc_normal_", draw)
+    world = World(0, 1, torch.device("cpu"), Environment("none"))
+    state = TrainState.create(read.config, read.model_config, read.builder.options, world, checkpoint)
+    assert draw.called
+    expected = checkpoint.tensors("model")
+    assert all(torch.equal(value, expected[name]) for name, value in state.model.state_dict().items())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.stem)
+def test_no_model_of_ours_has_to_be_drawn(path: Path):
+    model = _empty_model(ModelConfig.from_json(path), torch.device("meta"))
+    assert model is not None
+    assert model.num_parameters() > 1_000_000
+
+
+class Tied(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+
+class Table(nn.Linear):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(4, 4)
+        self.table = torch.arange(4)
+
+
+@pytest.mark.parametrize("kind", [Tied, Table])
+def test_a_model_that_no_file_fills_is_drawn(monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module]):
+    monkeypatch.setattr(training.state, "build_model", kind)
+    assert _empty_model(ModelConfig.from_json(ROOT / "configs" / "base.json"), torch.device("cpu")) is None
 
 
 def test_owners_have_about_as_much():
