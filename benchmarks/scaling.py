@@ -1,6 +1,6 @@
 """Weak scaling on one machine: tokens per second of one GPU and of all of them, each with the same work.
 
-    python benchmarks/scaling.py [--config configs/base.json] [--split rows ranks] [--allreduce_dtype float32 bfloat16]
+    python benchmarks/scaling.py [--config configs/base.json] [--split rows ranks] [--sharding none zero1]
 
 One GPU runs train_single_gpu.py, all of them torchrun and train_multi_gpu.py, on synthetic shards, with the same
 micro-batches and as many of them a step and GPU; of N ranks' rows (N - 1) / N are masked, for one GPU too, so that
@@ -132,7 +132,8 @@ def show(case: dict[str, Any]) -> None:
     print(
         f"{case['ranks']} x  {case['accumulation']} micro-batches  {' '.join(case['flags']):<50} "
         f"{case['tokens_per_second']:>11,.0f} tok/s ({case['slowest']:,.0f} - {case['fastest']:,.0f})  "
-        f"{case['step_ms']:.1f} ms{efficiency}  waiting for data {case['loader_wait_fraction']:.1%}",
+        f"{case['step_ms']:.1f} ms{efficiency}  waiting for data {case['loader_wait_fraction']:.1%}  "
+        f"{case['peak_memory_gib']:.1f} GiB",
         flush=True,
     )
 
@@ -153,6 +154,7 @@ def main() -> int:
     parser.add_argument(
         "--allreduce_dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"], help="of gradients"
     )
+    parser.add_argument("--sharding", nargs="+", default=["none"], choices=["none", "zero1"], help="of the state")
     parser.add_argument("--apart", action="store_true", help="also as many runs of one GPU each, at the same time")
     parser.add_argument("--device", default="auto", help="as for the training scripts")
     parser.add_argument("--output", default="", help="JSON file for the results")
@@ -177,8 +179,10 @@ def main() -> int:
             alone = note(Run(inputs, options, 1, accumulation).result())
             if options.apart:
                 note(apart(inputs, options, accumulation), alone)
-            for split, dtype in itertools.product(options.split, options.allreduce_dtype):
+            for split, dtype, sharding in itertools.product(options.split, options.allreduce_dtype, options.sharding):
                 flags = [f"--hybrid_split={split}", f"--allreduce_dtype={dtype}"]
+                if sharding != "none":
+                    flags.append(f"--sharding={sharding}")
                 note(Run(inputs, options, options.ranks, accumulation, flags).result(), alone)
     return 0
 
