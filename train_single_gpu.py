@@ -113,7 +113,7 @@ def run_steps(
     config, plan, world = inputs.config, inputs.plan, state.world
     if not evaluations.measure(owed, state, log):  # which a stop has ended in the run's last start
         return save_and_stop(state, saver, conditions)
-    metrics = AsyncStepMetrics(world, inputs.model_config)
+    metrics = AsyncStepMetrics(world, inputs.model_config, config.log_stats_every)
     while state.step < config.max_steps:
         batch = loader.peek(_DATA_SECONDS)  # this rank's rows of global batch `state.step`; None while not ready
         if loader.late > 60 * config.collective_timeout:

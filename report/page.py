@@ -253,7 +253,8 @@ def figures(run: Run) -> list[Figure]:
         remark = f"tokens/s, MFU {100 * float(np.median(list(mfu.values()))):.0f} %" if mfu else "tokens/s"
         found.append(Figure("Speed", short_number(float(np.median(list(rates.values())))), remark))
     if run.hours:
-        found.append(Figure("Training time", duration(max(run.hours.values()))))
+        remark = f"{100 * min(1.0, run.useful):.1f} % of all time" if run.useful is not None else ""
+        found.append(Figure("Training time", duration(max(run.hours.values())), remark))
     if memory := metrics.series.get("stats/peak_memory_gib"):
         found.append(Figure("Peak memory", f"{max(memory.values()):.1f} GiB", "a device"))
     return found

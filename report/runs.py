@@ -9,6 +9,7 @@ import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,23 @@ class Run:
         return max(max(values) for values in self.metrics.series.values())
 
     @property
+    def useful(self) -> float | None:
+        """The fraction of all time since its first start that went into the steps it has now ("goodput").
+
+        The rest is start-up, validation, waiting for saves, steps that were lost and done again, and the time between
+        starts, in queues too. None where files do not tell.
+        """
+        try:
+            began = datetime.fromisoformat(self.starts[0].time)
+            ended = datetime.now(timezone.utc)
+            if self.state not in ("running", ""):
+                ended = datetime.fromisoformat(self.status["time"])
+            fraction = 3600 * max(self.hours.values()) / (ended - began).total_seconds()
+        except (IndexError, KeyError, ValueError, TypeError, ZeroDivisionError):
+            return None
+        return fraction if 0 < fraction <= 1.01 else None  # the times of files have whole seconds
+
+    @property
     def max_steps(self) -> int | None:
         """The step at which the run ends, where it is known."""
         found = self.status.get("max_steps") or self.config.get("flags", {}).get("max_steps")
@@ -81,6 +99,14 @@ class Run:
     def tokens(self) -> float | None:
         """Tokens trained on so far."""
         return self.metrics.last("stats/tokens")
+
+
+def run_of(folder: Path) -> Run | None:
+    """One run; None where it has no metrics yet."""
+    try:
+        return read_runs([str(folder)])[0]
+    except ReportError:
+        return None
 
 
 def folder_of(path: str | Path) -> Path:

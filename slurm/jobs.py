@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from report.runs import run_of
 from slurm.job_options import LaunchError
 from slurm.job_states import LIVE, RunOutcome, resolve_state
 from slurm.sweep import format_table
@@ -76,8 +77,10 @@ def reports_table(reports: Sequence[TaskReport]) -> str:
     for report in reports:
         task, step = report.task, "" if report.step is None else str(report.step)
         step += f"/{task.max_steps}" * bool(step and task.max_steps)
-        rows.append([task.index, task.name, *_values(task, flags), report.state, step, report.reason])
-    return format_table(["task", "run", *flags, "state", "step", "reason"], rows)
+        run = None if report.step is None else run_of(Path(task.run_folder))
+        useful = "" if run is None or run.useful is None else f"{100 * min(1.0, run.useful):.1f} %"
+        rows.append([task.index, task.name, *_values(task, flags), report.state, step, useful, report.reason])
+    return format_table(["task", "run", *flags, "state", "step", "useful", "reason"], rows)
 
 
 def exit_code(reports: Sequence[TaskReport]) -> int:

@@ -24,7 +24,8 @@ from training.sinks import wandb_mode
 from training.status import begin_attempt
 
 README = ROOT / "training" / "README.md"
-ELSEWHERE = ("of a mix", "of named sets", "where shards have words")  # what the run of these tests has not
+# What the run of these tests has not.
+ELSEWHERE = ("of a mix", "of named sets", "where shards have words", "of several ranks", "with `--spike_policy`")
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ class Documented:
         """What keys it stands for."""
         text = re.escape(self.key).replace("OBJECTIVE", "(masked|causal)").replace("MODE", "(masked|causal|fused)")
         text = text.replace("LENGTH", "[0-9]+").replace("ROLE", "(embedding|attention|mlp|dwa|head)")
-        return re.compile(text.replace("PHENOMENON", "[^/]+").replace("SET", "[^/]+"))
+        return re.compile(re.sub("SUITE|PART|SET", "[^/]+", text))
 
 
 def documented_keys() -> list[Documented]:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from helpers.tiny_runs import ROOT
 
 from report import html_report
 from report.charts import sections
-from report.runs import downsample, pairs_in_files, read_runs, training_hours
+from report.runs import Start, downsample, pairs_in_files, read_runs, training_hours
 from slurm.snapshot import code_files
 
 
@@ -219,6 +220,10 @@ def test_training_time_leaves_out_validation_and_saving(tmp_path):
     (run,) = read_runs([str(write_run(tmp_path / "a"))])
     assert training_hours(run.metrics)[40] == pytest.approx(40 * 4096 / 8192 / 3600)
     assert sections([run])["schedules"]
+    started = [Start("2026-11-22T10:00:00+00:00", "host", "", "", 0), Start("2026-11-22T10:00:15+00:00", "", "", "", 9)]
+    status = {"state": "stopped", "time": "2026-11-22T10:00:40+00:00"}
+    assert replace(run, starts=started, status=status).useful == pytest.approx(20 / 40)
+    assert replace(run, starts=started, status={"state": "stopped"}).useful is None
 
 
 @pytest.mark.parametrize(

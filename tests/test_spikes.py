@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,10 @@ def train(
 @pytest.fixture(scope="module")
 def on_two_ranks(inputs, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("two")
-    sharded = [("skip", "none"), ("rollback", "zero1")]
-    runs = [Run(arguments(inputs, output, p, p, sharding=s), (), {"SPIKES": "14,22"}, "spikes") for p, s in sharded]
+    runs = [
+        Run(arguments(inputs, output, p, p, sharding=s, log_stats_every=10), (), {"SPIKES": "14,22"}, "spikes")
+        for p, s in (("skip", "none"), ("rollback", "zero1"))
+    ]
     for outcome in run_ranks(runs):
         assert [rank.code for rank in outcome] == [0, 0], outcome[0].text
     return output
@@ -87,6 +90,20 @@ def test_spikes_leave_no_trace_after_a_crash_and_on_two_ranks(
     for one, other in zip(lines, training_lines(on_two_ranks / policy), strict=True):
         assert other["train/loss"] == pytest.approx(one["train/loss"], rel=1e-4), one["step"]
         assert other["stats/rollbacks"] == one["stats/rollbacks"]
+
+
+def test_the_slowest_rank_is_named(on_two_ranks):
+    lines = training_lines(on_two_ranks / "skip")
+    (found, later) = (line for line in lines if "ranks/slowest" in line)
+    assert (found["step"], later["step"]) == (11, 21)  # a step after the gathering, for which no step waits
+    assert found["ranks/slowest"] == 1
+    assert found["ranks/slowest_host"] == socket.gethostname()
+    assert found["ranks/compute_seconds_max"] > 0.15
+    for name in ("compute_seconds", "wait_seconds", "loader_seconds", "memory_gib"):
+        least, middle, most = (found[f"ranks/{name}_{which}"] for which in ("min", "median", "max"))
+        assert 0 <= least <= middle <= most
+        assert middle == pytest.approx((least + most) / 2)
+    assert 0.05 < found["ranks/memory_gib_min"] < 10
 
 
 def test_what_returns_do_not_help_against_ends_the_run(inputs, tmp_path, monkeypatch, capsys):

@@ -147,6 +147,21 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
+    def begin_all_gather(self, row: torch.Tensor, what: str) -> Callable[[], torch.Tensor]:
+        """`all_gather` of a CPU tensor of any type, under way beside what follows; the function waits for the rows."""
+        rows = row.new_zeros((self.size, *row.shape))
+        rows[self.rank] = row
+        with self.collective(f"all_gather of {what}"):
+            work = dist.all_reduce(rows, async_op=True)
+
+        def finish() -> torch.Tensor:
+            with self.collective(f"all_gather of {what}"):
+                assert work is not None
+                work.wait()
+            return rows
+
+        return finish
+
     def broadcast_object(self, value: Any, what: str) -> Any:
         """Rank 0's `value` on all ranks."""
         if self.size == 1:
@@ -176,6 +191,25 @@ def on_main(world: World, function: Callable[[], _Result]) -> _Result:
     if failed:
         raise OtherRankFailed
     return cast(_Result, shared)
+
+
+def now(device: torch.device) -> torch.cuda.Event | float:
+    """The present moment in the device's own order of events."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    """Seconds from one moment of `now` to a later one, for which this waits."""
+    if isinstance(begin, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+    assert isinstance(end, float)
+    return end - begin
 
 
 def choose_device(choice: str, local_rank: int = 0) -> torch.device:

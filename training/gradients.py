@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from model_protocol import PretrainingModel
-from training.distributed import World
+from training.distributed import World, now
 
 BUCKET_BYTES = 32 * 2**20  # about a layer of base; each is a message of its own
 _SUM = "all_reduce of gradients"
@@ -66,6 +66,7 @@ class GradientBuckets:
         self._next, self._missing = 0, list[int]()
         self._sums: list[dist.Work] = []
         self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        self.filled: torch.cuda.Event | float | None = None  # when this rank's backward passes of a step ended
         self.largest_part = 1.0  # of moments and average, on the rank that has most of them
         if world.size == 1 and not stay:
             return
@@ -195,6 +196,7 @@ class GradientBuckets:
     def _finish(self) -> None:
         if self.world.size == 1:
             return
+        self.filled = now(self.world.device)
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
         for bucket, work in zip(self._buckets, self._sums, strict=True):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import resource
+import socket
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
+
+import torch
 
 from data.atomic_io import json_lines, write_atomically
 from training.distributed import World
@@ -155,6 +160,57 @@ class MetricLogger:
     def _put(self, call: Callable[[Sink], object]) -> None:
         for sink in self._sinks:
             sink.put(call)
+
+
+class RankStatistics:
+    """How long each rank computes and waits, and its memory; least, median and largest of all ranks, and who is slow.
+
+    A step is as slow as its slowest rank, for which the others wait in the sums of gradients; computing is what a rank
+    does before. Values are means over the steps since the last gathering, which nobody waits for: it goes through gloo
+    beside the next step.
+    """
+
+    def __init__(self, world: World) -> None:
+        """To be called by all ranks of several."""
+        self._world = world
+        self._hosts = world.all_gather_objects(socket.gethostname(), "host names")
+        self._sums = torch.zeros(3, dtype=torch.float64)
+        self._steps = 0
+        self._finish: Callable[[], torch.Tensor] | None = None
+
+    def add(self, computing: float, seconds: float, record: Mapping[str, Any]) -> None:
+        """A step of so many seconds, of which this rank spent some on its own passes; `record` has its metrics."""
+        waiting = record.get("stats/loader_wait_seconds", 0.0)
+        self._sums += torch.tensor([computing, max(0.0, seconds - computing), waiting], dtype=torch.float64)
+        self._steps += 1
+
+    def begin_gathering(self) -> None:
+        """Begin to tell each other; on all ranks after the same step."""
+        device = self._world.device
+        if device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(device)
+        else:
+            memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        row = torch.cat((self._sums / max(1, self._steps), torch.tensor([memory / 2**30], dtype=torch.float64)))
+        self._finish = self._world.begin_all_gather(row, "times of ranks")
+        self._sums.zero_()
+        self._steps = 0
+
+    def gathered(self) -> dict[str, Any]:
+        """Metrics of all ranks, once after each gathering."""
+        if self._finish is None:
+            return {}
+        columns = self._finish().t()
+        self._finish = None
+        found: dict[str, Any] = {}
+        for name, column in zip(
+            ("compute_seconds", "wait_seconds", "loader_seconds", "memory_gib"), columns, strict=True
+        ):
+            ordered = column.sort().values.tolist()
+            found[f"ranks/{name}_min"], found[f"ranks/{name}_max"] = ordered[0], ordered[-1]
+            found[f"ranks/{name}_median"] = statistics.median(ordered)
+        slowest = int(columns[0].argmax())
+        return found | {"ranks/slowest": slowest, "ranks/slowest_host": self._hosts[slowest]}
 
 
 def open_logger(

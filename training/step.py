@@ -24,10 +24,11 @@ from data.plan import DataPlan, StepPlan
 from data.wording import ranks_text
 from model_config import ModelConfig
 from training.config import ConfigError, TrainingConfig
-from training.distributed import World
+from training.distributed import World, now, seconds_between
 from training.errors import NonFiniteError
 from training.inputs import Inputs
 from training.loss import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
+from training.metric_logger import RankStatistics
 from training.optimizers import set_rates
 from training.rank_checks import DivergenceError, RankCheck, begin_check
 from training.schedules import average_decay, decay_factor, learning_rate
@@ -110,7 +111,7 @@ def train_step(
     finished = now(world.device)  # after the copies, which are read once it has passed
     return InFlightStep(
         batch.plan, metrics, tuple(targets), weights.per_objective, all_sums, local_sums, prints, extra, finished,
-        check, spiked, words,
+        check, spiked, words, state.gradients.filled,
     )  # fmt: skip
 
 
@@ -241,6 +242,7 @@ class InFlightStep:
     sums: float64 [4 * objectives + 1], `sums_by_objective` and the norm of the gradients, added up over ranks: a norm
     is each rank's own, and one that a single rank finds bad ends the run on all.
     local_sums: the same of this rank alone, on the device, to find out which rank a bad value comes from.
+    filled: when this rank's own backward passes had ended, and it began to wait for the others, if there are any.
     spiked: whether its update was left out (--spike_policy). words: about that, or about a new level.
     """
 
@@ -256,6 +258,7 @@ class InFlightStep:
     check: RankCheck | None = None
     spiked: bool = False
     words: str = ""
+    filled: torch.cuda.Event | float | None = None
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -281,24 +284,6 @@ def norms_by_role(state: TrainState) -> dict[str, torch.Tensor]:
     return norms
 
 
-def now(device: torch.device) -> torch.cuda.Event | float:
-    """The present moment in the device's own order of events."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    if isinstance(begin, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event)
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000
-    assert isinstance(end, float)
-    return end - begin
-
-
 # Metrics, one step late
 
 
@@ -308,8 +293,10 @@ class AsyncStepMetrics:
     All ranks read the same sums at the same point of the program: what follows from a bad value is agreed.
     """
 
-    def __init__(self, world: World, model_config: ModelConfig):
+    def __init__(self, world: World, model_config: ModelConfig, log_stats_every: int = 0):
         self._world, self._model_config = world, model_config
+        self._ranks = RankStatistics(world) if world.size > 1 and log_stats_every else None
+        self._every = log_stats_every
         self._pending: deque[InFlightStep] = deque()
         self._lag = 1 if world.device.type == "cuda" else 0
         self._peak = peak_flops(world.device)
@@ -334,9 +321,15 @@ class AsyncStepMetrics:
         while len(self._pending) > leave:
             pending = self._pending.popleft()
             with self._world.waiting("device synchronization"):
-                seconds = _seconds(self._last, pending.finished)
+                seconds = seconds_between(self._last, pending.finished)
+            record = self._metrics(pending, seconds)
+            if self._ranks is not None and pending.filled is not None:
+                record.update(self._ranks.gathered())  # of the step before this one
+                self._ranks.add(seconds_between(self._last, pending.filled), seconds, record)
+                if record["step"] % self._every == 0:
+                    self._ranks.begin_gathering()
             self._last = pending.finished
-            records.append(self._metrics(pending, seconds))
+            records.append(record)
         return records
 
     def _metrics(self, pending: InFlightStep, seconds: float) -> dict[str, Any]:

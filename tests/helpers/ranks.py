@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -120,13 +121,15 @@ def lost_disk(rank: int) -> Iterator[None]:
 
 @fault
 def spikes(rank: int) -> Iterator[None]:
-    """Gradients of the steps in SPIKES ("14,22") are a million times as large, on all ranks; eight updates suffice."""
+    """Gradients of the steps in SPIKES ("14,22") are a million times as large, on all ranks; eight updates suffice.
+    The first steps of rank 1 are slow."""
     import train_single_gpu
 
     train_step, at = train_single_gpu.train_step, [int(step) for step in os.environ["SPIKES"].split(",")]
 
     def step(state, *arguments):
         passes = state.forward_backward
+        time.sleep(0.3 if rank == 1 and state.step < 5 else 0)
         large = lambda key, weights, begin=passes.begin: begin(key, [1e6 * weight for weight in weights])  # noqa: E731
         with mock.patch.object(passes, "begin", large) if state.step + 1 in at else contextlib.nullcontext():
             return train_step(state, *arguments)
