@@ -36,9 +36,10 @@ class Ended(NamedTuple):
 
 
 class Forked:
-    """A script in one process for each of `environments`, started by the constructor."""
+    """A script in a process for each of `environments`, started by the constructor. kept: what they need meanwhile."""
 
-    def __init__(self, command: Sequence[str], environments: Sequence[dict[str, str]]) -> None:
+    def __init__(self, command: Sequence[str], environments: Sequence[dict[str, str]], kept: object = None) -> None:
+        self._kept = kept
         self._folder = Path(tempfile.mkdtemp(prefix="forked-"))
         request = {"folder": str(self._folder), "command": list(command), "environments": list(environments)}
         pipe = _server().stdin
@@ -52,14 +53,22 @@ class Forked:
         try:
             codes = self._read("codes", time.monotonic() + timeout)
         except TimeoutError:
-            for pid in self.pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
             raise
         texts = [[(self._folder / f"{number}.{name}").read_text(errors="replace") for name in ("out", "err")]
                  for number in range(len(codes))]  # fmt: skip
         shutil.rmtree(self._folder)
         return [Ended(code, *text) for code, text in zip(codes, texts, strict=True)]
+
+    def running(self) -> bool:
+        """Whether any process does."""
+        return not (self._folder / "codes").exists()
+
+    def send_signal(self, number: int) -> None:
+        """To all processes that still run."""
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _read(self, name: str, deadline: float) -> Any:
         while not (self._folder / name).exists():

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 
-from helpers.tiny_runs import ROOT, command, environment
+from helpers.tiny_runs import start
 
 _SECONDS = 180.0
 _SCRIPT = """
 import sys, threading, time
 from pathlib import Path
-sys.path.insert(0, {root!r})
 import train_single_gpu
 from training import checkpoint
 from training.distributed import single_world, start_world
@@ -46,7 +44,7 @@ sys.exit(train_single_gpu.main(sys.argv[1:], {world}))
 
 
 class HeldRun:
-    """A run of the training script, or of `ranks` under torchrun, that is held after `step` on every rank.
+    """A run of the training script, or of `ranks`, that is held after `step` on every rank.
 
     inside_save: while it writes the checkpoint of that step. Its script is called as the real one, in `folder`.
     """
@@ -57,26 +55,21 @@ class HeldRun:
         folder.mkdir(parents=True, exist_ok=True)
         script = folder / f"train_{'multi' if ranks else 'single'}_gpu.py"
         self._reached, self._released = folder / "reached", folder / "released"
-        names = {"root": str(ROOT), "reached": str(self._reached), "released": str(self._released)}
+        names = {"reached": str(self._reached), "released": str(self._released)}
         world = "start_world" if ranks else "single_world"
         script.write_text(_SCRIPT.format(**names, step=step, inside_save=inside_save, world=world))
-        self.process = subprocess.Popen(
-            command(arguments, ranks, script),
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        self.processes = start(arguments, ranks, script)
 
     def wait(self) -> None:
         """Until a rank is held."""
         deadline = time.monotonic() + _SECONDS
         while not self._reached.exists():
-            assert self.process.poll() is None, self.process.communicate()[0]
+            assert self.processes.running(), self.processes.finish()
             assert time.monotonic() < deadline, "the run never got there"
             time.sleep(0.01)
 
-    def release(self) -> str:
-        """Let it go; returns what it has printed, once it has ended."""
+    def release(self) -> tuple[str, list[int]]:
+        """Let it go; returns what it has printed and the exit code of each rank, once it has ended."""
         self._released.touch()
-        return self.process.communicate(timeout=_SECONDS)[0]
+        ended = self.processes.finish(_SECONDS)
+        return "".join(each.stdout + each.stderr for each in ended), [each.code for each in ended]

@@ -7,12 +7,12 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from data.shards import tokenizer_hash, write_shard
@@ -149,30 +149,28 @@ def run(
         words = command(arguments, ranks, script)
         done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment(), check=False)
     else:
-        words = [str(script or ROOT / f"train_{'multi' if ranks else 'single'}_gpu.py"), *arguments]
-        with torchrun_environments(ranks) if ranks else nullcontext([environment()]) as environments:
-            ended = Forked(words, environments).finish()
+        ended = start(arguments, ranks, script).finish()
         code = int(any(each.code for each in ended)) if ranks else ended[0].code
         printed = ("".join(each.stdout for each in ended), "".join(each.stderr for each in ended))
-        done = subprocess.CompletedProcess(words, code, *printed)
+        done = subprocess.CompletedProcess(arguments, code, *printed)
     if check and done.returncode != 0:
         raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done
 
 
-@contextmanager
-def torchrun_environments(ranks: int) -> Iterator[list[dict[str, str]]]:
-    """The variables that torchrun gives its ranks, and the store that they meet at."""
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def start(arguments: list[str], ranks: int = 0, script: Path | None = None) -> Forked:
+    """A run in forked processes; ranks have the variables and the store that torchrun would give them."""
+    words = [str(script or ROOT / f"train_{'multi' if ranks else 'single'}_gpu.py"), *arguments]
+    if not ranks:
+        return Forked(words, [environment()])
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
-    yield [{**environment(), **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    del store
+    own = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
+    return Forked(words, [{**environment(), **common, **each} for each in own], store)
 
 
 def training_lines(folder: Path) -> list[dict]:
