@@ -17,6 +17,7 @@ from model import LTGBert, ModelConfig
 from model_extra import build_model
 from model_protocol import PretrainingModel
 from ops.dropout import DropoutKeys
+from training.forward_backward import compile_layers
 from training.optimizers import Lamb
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -90,6 +91,26 @@ def test_each_learns_from_masked_and_causal_rows(name: str):
             assert step or parameter.grad.any(), key
         optimizer.step()
     assert (losses() < first).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("name", ["modernbert_base", "eurobert_610m", "neobert"])
+def test_compiled_layers_and_kernels_on_cuda_match_the_cpu(name: str):
+    """In bf16, of two shapes, so that sizes become variables; with gradients."""
+    exact, fast = small(name).train(), small(name).train().cuda()
+    compile_layers(fast)
+    for rows, length in ((4, 24), (3, 24), (3, 56)):
+        ids = torch.randint(5, 50, (rows, length), generator=torch.Generator().manual_seed(rows))
+        documents, causal = (torch.arange(length) // 13).expand(rows, length), torch.arange(rows) % 2 == 0
+        results = []
+        for model, device in ((exact, "cpu"), (fast, "cuda")):
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=device == "cuda"):
+                logits = model(ids.to(device), documents.to(device), causal.to(device))
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten().to(device))
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            results.append(torch.cat([loss[None].cpu(), *(x.flatten().cpu() for x in gradients)]))
+        assert (results[1] - results[0]).norm() < 0.03 * results[0].norm(), (rows, length)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
