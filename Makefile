@@ -1,5 +1,6 @@
-# `make` alone prints the targets. Everything happens in one virtual environment, .venv, which `make setup` builds from
-# requirements.lock and every other target builds first where it is missing or the lock has changed.
+# `make` alone prints the targets. Everything happens in one virtual environment, .venv, which every target builds first
+# where it is missing or a lock has changed: `make demo` from requirements-training.lock, the others from
+# requirements.lock, which adds what tests, lint, plots and export need.
 #
 #   PYTHON=python3.12   the interpreter that .venv is built with (3.10 or newer)
 #   VENV=               (empty) no virtual environment: use $(PYTHON) and the packages it has, installing nothing. For GPU
@@ -19,11 +20,13 @@ SHELL := /bin/bash
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON)
 STAMP :=
+TRAINING_STAMP :=
 else
 RUN := $(VENV)/bin/python
-# A copy of the lock that the environment was completely installed from. It goes away before an installation begins and
-# comes back, by a rename, after it: an environment without it may be half installed, and is built from nothing.
+# Copies of the locks that the environment was completely installed from. Both go away before an installation begins and
+# come back, by renames, after it: an environment without any may be half installed, and is built from nothing.
 STAMP := $(VENV)/installed.lock
+TRAINING_STAMP := $(VENV)/installed-training.lock
 endif
 
 help:  ## these lines
@@ -33,17 +36,25 @@ help:  ## these lines
 setup: $(STAMP)  ## the virtual environment .venv, from requirements.lock
 
 ifneq ($(STAMP),)
-$(STAMP): requirements.lock
+$(TRAINING_STAMP): requirements-training.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed and $(PYTHON) is %d.%d: name another, as in make setup PYTHON=python3.12" % sys.version_info[:2] or None)'
-	@echo "Installing what requirements.lock lists into $(VENV) (once; about two minutes)"
-	if [ ! -f $@ ]; then $(PYTHON) -m venv --clear $(VENV); fi
-	rm -f $@
+	@echo "Installing what $< lists into $(VENV) (once)"
+	if [ ! -f $@ ] && [ ! -f $(STAMP) ]; then $(PYTHON) -m venv --clear $(VENV); fi
+	rm -f $@ $(STAMP)
+	$(RUN) -m pip install --disable-pip-version-check --quiet --requirement $<
+	cp $< $@.new
+	mv $@.new $@
+
+$(STAMP): requirements.lock $(TRAINING_STAMP)
+	@echo "Installing what $< lists into $(VENV) (once; about two minutes)"
+	rm -f $@ $(TRAINING_STAMP)
 	$(RUN) -m pip install --disable-pip-version-check --requirement $<
+	cp requirements-training.lock $(TRAINING_STAMP)
 	cp $< $@.new
 	mv $@.new $@
 endif
 
-demo: setup  ## corpus, tokenizer, shards, a tiny hybrid model, its plot and what it writes: all in demo_output/
+demo: $(TRAINING_STAMP)  ## stories, three tiny models, which of them learns what, and a page about it: all in demo_output/
 	@$(RUN) demo.py $(ARGS)
 
 check: lint  ## lint and the quick tests of every module, in under three minutes on two cores: before each commit

@@ -1,9 +1,11 @@
-"""The whole suite in a few minutes: from text on this machine to a small hybrid model that fills gaps and writes.
+"""The whole suite in two minutes: from text to small models that fill gaps, write, and know grammar they never read.
 
     make demo                      (or: python demo.py)
 
-Every step is a command that is printed before it runs, as you would type it. Everything goes into demo_output/. Run it
-again, also after Ctrl-C or a crash: what is complete is kept, and the training goes on where it stopped.
+Three runs begin from the same weights and read the same stories: masked, causal and hybrid. A page shows what each has
+learned. Every step is a command that is printed before it runs, as you would type it. Everything goes into
+demo_output/. Run it again, also after Ctrl-C or a crash: what is complete is kept, and training goes on where it
+stopped.
 """
 
 from __future__ import annotations
@@ -13,23 +15,44 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-VOCABULARY = 4096  # that of configs/tiny.json
-GAPS = (
-    "Return the <mask> of the object.",
-    "If the file does not <mask>, an error is raised.",
-    "The <mask> is a list of <mask>.",
-)
-PROMPTS = ("Return the", "This function is", "The value of the")
+STEPS = {"stories": 700, "docstrings": 300}
+SOURCES = {  # title, script and model of each corpus
+    "stories": (
+        "Stories of a small grammar, and minimal pairs of word combinations that they lack",
+        "preprocessing/make_story_corpus.py", "configs/demo.json",
+    ),
+    "docstrings": (
+        "A corpus: the documentation inside the installed Python packages",
+        "preprocessing/make_demo_corpus.py", "configs/tiny.json",
+    ),
+}  # fmt: skip
+MASKED_ROWS = {"hybrid": 1, "masked": 4, "causal": 0}  # of four, by run
+# Of stories, each has a combination of two words that no sentence of the corpus has (tests/test_demo.py).
+GAPS = {
+    "stories": (
+        "The women that the mouse follows <mask>.",
+        "The girl behind the boys sees <mask>.",
+        "Lucy finds the keys. She likes <mask>.",
+    ),
+    "docstrings": ("Return the <mask> of the object.", "If the file does not <mask>, an error is raised."),
+}
+PROMPTS = {
+    "stories": ("Yesterday Anna", "There are three small", "The dog near the boys"),
+    "docstrings": ("Return the", "This function is", "The value of the"),
+}
+NEWS = re.compile(r"step +\d+  (minimal pairs .*|.*valid.*)")  # lines of a training that the demo passes on
 
 
 class DemoError(Exception):
@@ -55,9 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     options = parse_arguments(arguments)
     os.chdir(ROOT)
-    folder = (
-        Path(os.path.relpath(options.output_dir)) if options.output_dir.is_relative_to(ROOT) else options.output_dir
-    )
+    folder = options.output_dir
+    folder = Path(os.path.relpath(folder)) if folder.is_relative_to(ROOT) else folder
     started = time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,210 +90,274 @@ def main(arguments: list[str] | None = None) -> int:
                 raise DemoError(
                     f"another demo is running in {folder}: wait for it, or give another --output_dir."
                 ) from None
-            todo = steps(folder, options.max_steps, options.device)
+            todo = steps(folder, options)
             prepare(todo, folder)
-            show(folder, options.device)
+            show(folder, options)
     except (DemoError, OSError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nStopped. `make demo` goes on from here.", file=sys.stderr)
         return 130
-    print_next_lines(todo, folder, time.monotonic() - started)
+    print_next_lines(folder, options, time.monotonic() - started)
     return 0
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="From text on this machine to a small hybrid model, in a few minutes.")
+    parser = argparse.ArgumentParser(description="From text to small hybrid, masked and causal models, in two minutes.")
+    parser.add_argument(
+        "--corpus", choices=tuple(STEPS), default="stories",
+        help="stories: of a small grammar of English, compared by minimal pairs; docstrings: the documentation inside "
+        "the installed Python packages, compared by their losses (default: stories)",
+    )  # fmt: skip
     parser.add_argument(
         "--output_dir", type=lambda text: Path(text).resolve(), default=ROOT / "demo_output", metavar="FOLDER",
         help="folder for everything (default: demo_output in this repository)",
     )  # fmt: skip
-    parser.add_argument("--max_steps", type=int, default=300, metavar="N", help="training steps (default: 300)")
+    parser.add_argument("--max_steps", type=int, metavar="N", help=f"training steps of a run (default: {STEPS})")
+    parser.add_argument("--seed", type=int, default=42, metavar="N", help="of weights, data and masks (default: 42)")
     parser.add_argument(
         "--device",
         choices=("auto", "cuda", "cpu"),
         default="auto",
         help="auto: CUDA where there is a GPU (default: auto)",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.max_steps = options.max_steps or STEPS[options.corpus]
+    return options
 
 
-def steps(folder: Path, max_steps: int, device: str) -> list[Step]:
-    """Return the steps whose results are kept, in order."""
-    corpus, tokenizer, shards, run = (
-        folder / name for name in ("corpus.jsonl", "tokenizer.json", "shards", "runs/demo")
-    )
-    every = str(max(1, max_steps // 3))
-    training = {
-        "train_path": shards / "train",
-        "valid_path": shards / "validation",
-        "config_file": "configs/tiny.json",
-        "tokenizer_path": tokenizer,
-        "output_dir": run.parent,
-        "name": run.name,
-        "hybrid_numerator": 3,
-        "hybrid_denominator": 4,
-        "seq_length": 64,
-        "local_batch_size": 32,
-        "global_batch_size": 32,
-        "batch_reduction": 4,
-        "max_steps": max_steps,
-        "learning_rate": 2e-2,
-        "warmup_proportion": 0.1,
-        "ema_decay": 0.98,
-        "validate_every": every,
-        "validation_steps": 8,
-        "save_every": every,
-        "wandb_mode": "disabled",
-        "device": device,
-        "resume": "auto",
-    }
-    flags = tuple(str(part) for name, value in training.items() for part in (f"--{name}", value))
+# What it does
+
+
+def steps(folder: Path, options: argparse.Namespace) -> list[tuple[Step, ...]]:
+    """Return the steps whose results are kept, in order; those of one tuple run side by side."""
+    corpus, tokenizer, shards = (folder / name for name in ("corpus.jsonl", "tokenizer.json", "shards"))
+    pairs = (folder / "pairs",) if options.corpus == "stories" else ()
+    title, script, config = SOURCES[options.corpus]
+    made = (script, "--output", str(corpus), *(str(part) for path in pairs for part in ("--pairs", path)))
+    trained = (
+        "preprocessing/train_tokenizer.py", "--input", str(corpus), "--output", str(tokenizer),
+        "--vocab_size", str(json.loads((ROOT / config).read_text())["vocab_size"]),
+    )  # fmt: skip
+    tokenized = (
+        "preprocessing/tokenize_corpus.py", "--input", str(corpus), "--output", str(shards),
+        "--tokenizer_path", str(tokenizer), "--validation_fraction", "0.02", "--workers", "2",
+    )  # fmt: skip
     return [
-        Step(
-            "corpus", "A corpus: the documentation inside the installed Python packages",
-            ("preprocessing/make_demo_corpus.py", "--output", str(corpus)), (corpus,), corpus,
-        ),
-        Step(
-            "tokenizer", "A tokenizer: byte-level BPE",
-            (
-                "preprocessing/train_tokenizer.py", "--input", str(corpus), "--output", str(tokenizer),
-                "--vocab_size", str(VOCABULARY),
+        (Step("corpus", title, made, (corpus, *pairs), corpus),),
+        (Step("tokenizer", "A tokenizer: byte-level BPE", trained, (tokenizer,), tokenizer),),
+        (
+            Step(
+                "shards", "Token shards, 2 % of the documents held out", tokenized,
+                (shards,), shards / "validation" / "manifest.json",
             ),
-            (tokenizer,), tokenizer,
         ),
-        Step(
-            "shards", "Token shards, 2 % of the documents held out",
-            (
-                "preprocessing/tokenize_corpus.py", "--input", str(corpus), "--output", str(shards),
-                "--tokenizer_path", str(tokenizer), "--validation_fraction", "0.02", "--workers", "2",
-            ),
-            (shards,), shards / "validation" / "manifest.json",
-        ),
-        Step(
-            "training", "Training: three rows in four are masked, the fourth is causal; rows and batch grow",
-            ("train_single_gpu.py", *flags), (run,), run / "checkpoints" / f"step_{max_steps:08d}" / "checkpoint.json",
-        ),
+        tuple(training(folder, options, name) for name in MASKED_ROWS),
     ]  # fmt: skip
 
 
-def prepare(todo: list[Step], folder: Path) -> None:
-    """Run every step that is not complete yet.
+def training(folder: Path, options: argparse.Namespace, name: str) -> Step:
+    """One of the runs, which differ in how many of four rows are masked."""
+    quarter = -(-options.max_steps // 4)
+    flags: dict[str, object] = {
+        "name": name,
+        "hybrid_numerator": MASKED_ROWS[name],
+        "hybrid_denominator": 4,
+        "train_path": folder / "shards" / "train",
+        "valid_path": folder / "shards" / "validation",
+        "config_file": SOURCES[options.corpus][2],
+        "tokenizer_path": folder / "tokenizer.json",
+        "output_dir": folder / "runs",
+        "seq_length": 64,
+        "length_milestones": "",
+        "global_batch_size": 8,
+        "local_batch_size": 8,
+        "batch_reduction": 1,
+        "mask_span_length": 1,
+        "mask_p_start": 0.4,
+        "mask_p_end": 0.2,
+        "max_steps": options.max_steps,
+        "optimizer": "normuon",
+        "learning_rate": 0.01,
+        "matrix_learning_rate": 0.03,
+        "warmup_proportion": 0.05,
+        "ema_decay": 0.98,
+        "validate_every": quarter,
+        "validation_samples": 0,
+        "save_every": 2 * quarter,
+        "save_steps": 1,
+        "wandb_mode": "disabled",
+        "device": options.device,
+        "seed": options.seed,
+    }
+    if options.corpus == "stories":
+        flags |= {"evaluate_data": folder / "pairs", "evaluate_every": quarter}
+    run = folder / "runs" / name
+    return Step(
+        name, "Three runs from the same weights on the same text, side by side",
+        ("train_single_gpu.py", *(str(part) for key, value in flags.items() for part in (f"--{key}", value))),
+        (run,), run / "checkpoints" / f"step_{options.max_steps:08d}" / "checkpoint.json",
+    )  # fmt: skip
+
+
+def prepare(todo: Sequence[Sequence[Step]], folder: Path) -> None:
+    """Run every step that is not complete yet; those that stand together at the same time.
 
     A step's identity is its command and those before it. Unfinished work of the same identity is left for the command
     to go on from; what another identity left behind is deleted.
     """
-    identity = ""
-    for number, step in enumerate(todo, start=1):
-        identity = hashlib.sha256(json.dumps([identity, step.arguments]).encode()).hexdigest()
-        print(f"\n[{number}/{len(todo)}] {step.title}", flush=True)
-        begun, finished = folder / f".{step.name}.begun", folder / f".{step.name}.finished"
-        if read(begun) == identity:
-            if read(finished) == identity and step.complete.exists():
+    before = ""
+    for number, group in enumerate(todo, start=1):
+        print(f"\n[{number}/{len(todo)}] {group[0].title}", flush=True)
+        identities = [hashlib.sha256(json.dumps([before, step.arguments]).encode()).hexdigest() for step in group]
+        before = "".join(identities)
+        waiting = [pair for pair in zip(group, identities, strict=True) if not is_complete(*pair, folder)]
+        for step in group:
+            if step not in [each for each, _ in waiting]:
                 print(f"      {step.outputs[0]} is there already", flush=True)
-                continue
-        else:
-            for path in (finished, *step.outputs):
-                remove(path)
-            begun.write_text(identity)
         started = time.monotonic()
-        call(step.arguments)
-        if not step.complete.exists():  # a training that was asked to stop saves and ends well, but not at the end
-            raise DemoError(f"{step.arguments[0]} stopped before the end. Run the demo again to go on.")
-        finished.write_text(identity)
+        if not waiting:
+            continue
+        call([step.arguments for step, _ in waiting], [folder / f"{step.name}.log" for step, _ in waiting])
+        for step, identity in waiting:
+            if not step.complete.exists():  # a training that was asked to stop saves and ends well, but not at the end
+                raise DemoError(f"{step.arguments[0]} stopped before the end. Run the demo again to go on.")
+            (folder / f".{step.name}.finished").write_text(identity)
         print(f"      {time.monotonic() - started:.0f} s", flush=True)
 
 
-def show(folder: Path, device: str) -> None:
-    """Draw the run, and let the model fill gaps and continue texts."""
-    run = str(folder / "runs" / "demo")
-    gaps = [part for text in GAPS for part in ("--text", text)]
-    prompts = [part for text in PROMPTS for part in ("--prompt", text)]
-    print("\nIts picture: losses, schedules and speed", flush=True)
-    call(("report/plot.py", run, "-o", str(folder / "metrics.png")))
-    print("\nFilling gaps, which reads in both directions", flush=True)
-    call(("evaluation/fill_mask.py", run, "--ema", "--device", device, "--top_k", "4", *gaps))
-    print("Continuing texts, which reads from left to right", flush=True)
-    call(("evaluation/generate.py", run, "--ema", "--device", device, "--max_new_tokens", "40", *prompts))
+def is_complete(step: Step, identity: str, folder: Path) -> bool:
+    """Whether a step's result is there; where another identity has begun it, its files are deleted."""
+    begun, finished = folder / f".{step.name}.begun", folder / f".{step.name}.finished"
+    if read(begun) == identity:
+        return read(finished) == identity and step.complete.exists()
+    for path in (finished, *step.outputs):
+        remove(path)
+    begun.write_text(identity)
+    return False
 
 
-def call(arguments: tuple[str, ...]) -> None:
-    """Print a command, run it and wait for it, however it is asked to stop: the training saves before it ends.
+def show(folder: Path, options: argparse.Namespace) -> None:
+    """Score the weights that the runs began with, let all of them fill gaps and write, and make the page."""
+    runs = [str(folder / "runs" / name) for name in MASKED_ROWS]
+    first = str(folder / "runs" / "hybrid" / "checkpoints" / "step_00000001")
+    page = ["report/demo_page.py", *runs, "-o", str(folder / "index.html")]
+    device = ("--device", options.device)
+    if options.corpus == "stories":
+        before = folder / "before"
+        before.mkdir(exist_ok=True)
+        print("\nThe minimal pairs before training", flush=True)
+        scores = ("--data", str(folder / "pairs"), "--output", str(before / "scores.json"))
+        call([("evaluation/minimal_pairs.py", first, *scores, *device)], [before / "scores.log"])
+        page += ["--pairs", str(folder / "pairs"), "--before", str(before)]
+    print("\nFilling gaps, which reads in both directions, and continuing texts, which reads from left to right")
+    texts = [part for text in GAPS[options.corpus] for part in ("--gap", text)]
+    texts += [part for text in PROMPTS[options.corpus] for part in ("--prompt", text)]
+    call([("evaluation/samples.py", first, *runs, *texts, *device)], [folder / "samples.log"])
+    print("\nWhat came of it", flush=True)
+    call([tuple(page)])
 
-    Ctrl-C reaches the command by itself; a SIGTERM is passed on to it. Raises KeyboardInterrupt after either, and
-    DemoError where the command failed.
+
+def call(commands: Sequence[tuple[str, ...]], logs: Sequence[Path] = ()) -> None:
+    """Print commands, run them side by side and wait for them, however they are asked to stop: training saves first.
+
+    logs: a file for the output of each, from which NEWS is passed on; without, it goes to the terminal. Ctrl-C reaches
+    commands by itself; a SIGTERM is passed on to them. Raises KeyboardInterrupt after either, and DemoError where a
+    command failed.
     """
-    print(f"    $ {as_typed((python(), *arguments))}\n", flush=True)
+    print(f"    $ {as_typed((python(), *commands[0]))}\n", flush=True)
+    for other in commands[1:]:
+        changed = [n for n, (part, first) in enumerate(zip(other, commands[0], strict=True)) if part != first]
+        print(
+            f"      and the same with {shlex.join(part for n in changed for part in other[n - 1 : n + 1])}", flush=True
+        )
     asked_to_stop = False
-    process: subprocess.Popen[bytes] | None = None
+    processes: list[subprocess.Popen[bytes]] = []
 
     def stop(number: int, _frame: object) -> None:
         nonlocal asked_to_stop
         asked_to_stop = True
-        if number == signal.SIGTERM and process is not None:
-            process.send_signal(number)
+        for process in processes:
+            if number == signal.SIGTERM:
+                process.send_signal(number)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        # Threads that wait for each other shall sleep: spinning is many times slower where other programs run too.
-        process = subprocess.Popen([sys.executable, *arguments], env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ})
-        status = process.wait()
+        for command, log in zip(commands, logs or [None] * len(commands), strict=True):
+            processes.append(start(command, log, len(commands)))
+        listen(processes, logs)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if asked_to_stop:
         raise KeyboardInterrupt
-    if status:
-        raise DemoError(
-            f"{arguments[0]} ended with exit code {status}; its message is above. Run the demo again to go on."
-        )
+    for number, process in enumerate(processes):
+        if process.returncode:
+            said = f"{logs[number]} says" if logs else "its message is above"
+            raise DemoError(
+                f"{commands[number][0]} ended with exit code {process.returncode}; {said}. Run the demo again to go on."
+            )
 
 
-def print_next_lines(todo: list[Step], folder: Path, seconds: float) -> None:
-    """What came out of it, and what to type next."""
-    run, interpreter = folder / "runs" / "demo", python()
-    first, last = loss_change(run / "metrics.jsonl")
-    for kind, loss in last.items():
-        print(f"{kind.capitalize()} loss: {first[kind]:.2f} in the first step, {loss:.2f} now on held-out text")
-    training = list(todo[-1].arguments)
-    training[training.index("--name") + 1] = "causal"
-    training[training.index("--hybrid_numerator") + 1] = "0"
+def start(command: tuple[str, ...], log: Path | None, beside: int) -> subprocess.Popen[bytes]:
+    """Start a command, one of so many side by side: they share the cores, and one alone takes all."""
+    # Threads that wait for each other shall sleep: spinning is many times slower where other programs run too.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    if beside > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // beside)))
+    if log is None:
+        return subprocess.Popen([sys.executable, *command], env=environment)
+    with log.open("wb") as file:
+        return subprocess.Popen([sys.executable, *command], env=environment, stdout=file, stderr=subprocess.STDOUT)
+
+
+def listen(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> None:
+    """Wait for commands, and pass on what is new in their logs."""
+    if not logs:
+        for process in processes:
+            process.wait()
+        return
+    seen = [0] * len(logs)
+    running = True
+    while running:
+        running = any(process.poll() is None for process in processes)
+        for number, log in enumerate(logs):
+            lines = log.read_text(errors="replace").splitlines()
+            for line in lines[seen[number] :]:
+                if NEWS.match(line):
+                    print(f"      {log.stem:<7} {line}", flush=True)
+            seen[number] = len(lines)
+        time.sleep(0.2 * running)
+
+
+def print_next_lines(folder: Path, options: argparse.Namespace, seconds: float) -> None:
+    """What to look at, and what to type next."""
+    run, interpreter = folder / "runs" / "hybrid", python()
+    other = "docstrings" if options.corpus == "stories" else "stories"
     commands = {
         "Your own texts": [
-            (interpreter, "evaluation/generate.py", str(run), "--prompt", "Raise an error if", "--num_samples", "3"),
-            (interpreter, "evaluation/fill_mask.py", str(run), "--text", "Open the <mask>."),
+            (interpreter, "evaluation/generate.py", str(run), "--prompt", PROMPTS[options.corpus][0]),
+            (interpreter, "evaluation/fill_mask.py", str(run), "--text", GAPS[options.corpus][0]),
         ],
-        "What the model read": [(interpreter, "preprocessing/inspect_shards.py", str(folder / "shards" / "train"))],
-        "The same run with the causal objective alone, and both in one picture": [
-            (interpreter, *training),
-            (interpreter, "report/plot.py", str(run), str(run.parent / "causal"), "-o", str(folder / "both.png")),
+        "The runs in every detail": [
+            (
+                interpreter, "report/html_report.py", *(str(folder / "runs" / name) for name in MASKED_ROWS),
+                "-o", str(folder / "report.html"),
+            )
         ],
+        "What the models read": [(interpreter, "preprocessing/inspect_shards.py", str(folder / "shards" / "train"))],
         "The model for Hugging Face transformers": [
             (interpreter, "export/to_huggingface.py", str(run), str(folder / "exported"))
         ],
+        "The other corpus": [(interpreter, "demo.py", "--corpus", other, "--output_dir", f"{folder}_{other}")],
         "Every flag, for your own corpus (see training/README.md)": [(interpreter, "train_single_gpu.py", "--help")],
-    }
-    print(f"\nDone in {seconds:.0f} s. Look at {folder / 'metrics.png'} and, in a browser, {run / 'report.html'}.")
-    print("What to type next:")
+    }  # fmt: skip
+    print(f"\nDone in {seconds:.0f} s. Open {folder / 'index.html'} in a browser.\n\nWhat to type next:")
     for title, lines in commands.items():
-        print(f"\n{title}")
+        print(f"  {title}")
         for line in lines:
             print(f"    $ {as_typed(line)}")
-
-
-def loss_change(metrics: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the first training loss and the last validation loss of each objective, as far as the file holds them."""
-    first: dict[str, float] = {}
-    last: dict[str, float] = {}
-    for line in metrics.read_text().splitlines():
-        record = json.loads(line)
-        for objective in ("masked", "causal"):
-            if (loss := record.get(f"train/{objective}_loss")) is not None:
-                first.setdefault(objective, loss)
-            if (loss := record.get(f"valid/{objective}_loss")) is not None:
-                last[objective] = loss
-    return first, last
 
 
 def python() -> str:

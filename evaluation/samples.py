@@ -2,11 +2,11 @@
 
     python evaluation/samples.py RUN... [--prompt "The committee"] [--gap "The <mask> sat down."]
 
-Training takes samples at each validation, this command from the newest checkpoint's averaged weights. They lie in the
-run folder's samples.jsonl, an object a line with `step`, `weights` ("ema") and `kind`: "causal" with `prompt`, `text`
-and `truth` (what the document says), or "masked" with `text` (holding <mask>) and, for each gap, its `candidates`
-(words with probabilities) and its `truth`. `truth` is null where the text came from the user. report/html_report.py
-shows them.
+Training takes samples at each validation, this command from the averaged weights of the newest checkpoint, or of one
+that is named as RUN/checkpoints/step_00001000. They lie in the run folder's samples.jsonl, an object a line with
+`step`, `weights` ("ema") and `kind`: "causal" with `prompt`, `text` and `truth` (what the document says), or "masked"
+with `text` (holding <mask>) and, for each gap, its `candidates` (words with probabilities) and its `truth`. `truth` is
+null where the text came from the user. report/html_report.py shows them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("Let the averaged weights of a run's newest checkpoint continue texts and fill gaps.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder; its samples.jsonl is added to")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN",
+        help="a run folder, or one of its checkpoints; the samples.jsonl of the run is added to",
+    )  # fmt: skip
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT",
         help="text to continue; may be given several times (default: beginnings of held-out documents)",
@@ -106,7 +109,7 @@ def sample_runs(options: argparse.Namespace) -> None:
         else:
             prompts, clozes = corpus_texts(model, held_out_corpus(folder, model), _COUNT)
         samples = labelled([*continue_prompts(model, prompts), *fill_clozes(model, clozes)], checkpoint.step)
-        path = folder / SAMPLES
+        path = (folder.resolve().parent.parent if checkpoint.path == folder else folder) / SAMPLES
         others = [sample for sample in json_objects(path) if sample.get("step") != checkpoint.step]
         lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in (*others, *samples))
         try:

@@ -47,6 +47,12 @@ def axes_of(run: Run) -> dict[str, list[float]]:
     return found
 
 
+def rounded_line(values: dict[int, float], number: int, colour: str, label: str) -> dict[str, Any]:
+    """The line of a run's few values by step, in points."""
+    s, y = (rounded(np.array(list(part), dtype=np.float64), 9) for part in (values, values.values()))
+    return {"run": number, "kind": "valid", "colour": colour, "label": label, "s": s, "y": y}
+
+
 def _line(run: Run, number: int, key: str, kind: str, colour: str, label: str, scale: float = 1.0) -> dict[str, Any]:
     """One line of a chart; without points where the run has no such metric."""
     x, y = run.metrics.points(key, "step")

@@ -53,21 +53,29 @@ def page(runs: list[Run], refresh: float = 0.0) -> str:
     parts = contents(runs, charts)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     data = page_data(runs, charts, refresh)
-    inside = f"""{header(runs, title)}
-{toolbar(runs, [(name, heading) for name, heading, _ in parts], data)}
+    bar = toolbar(runs, [(name, heading) for name, heading, _ in parts], data)
+    return document_with_charts(title, header(runs, title), bar, body(parts, side_by_side=len(runs) == 1), data)
+
+
+def document_with_charts(
+    title: str, top: str, bar: str, shown: str, data: dict[str, Any], by: str = "report/html_report.py"
+) -> str:
+    """A page whose script draws `data`. top, bar, shown: HTML of its header, toolbar and sections."""
+    inside = f"""{top}
+{bar}
 <main>
 <noscript><p class="note">The charts of this page need JavaScript; tables and figures do not.</p></noscript>
-{body(parts, side_by_side=len(runs) == 1)}
+{shown}
 </main>"""
     script = f"""<div id="tip" role="status" hidden></div>
 <script type="application/json" id="data">{inline_json(data)}</script>
 <script>
 {(_ASSETS / "page.js").read_text(encoding="utf-8")}</script>"""
-    return document(title, inside, script, " Drag over a chart to look closer at a part, double-click to go back.")
+    return document(title, inside, script, " Drag over a chart to look closer at a part, double-click to go back.", by)
 
 
-def document(title: str, inside: str, script: str = "", hint: str = "") -> str:
-    """A page with everything inline. inside: HTML of header and main; hint: a sentence at the foot."""
+def document(title: str, inside: str, script: str = "", hint: str = "", by: str = "report/html_report.py") -> str:
+    """A page with everything inline. inside: HTML of header and main; hint: a sentence at the foot; by: its maker."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -75,7 +83,7 @@ def document(title: str, inside: str, script: str = "", hint: str = "") -> str:
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>{html.escape(title)} – training report</title>
+<title>{html.escape(title)}</title>
 <link rel="icon" href="{_ICON}">
 <style>
 {(_ASSETS / "page.css").read_text(encoding="utf-8")}</style>
@@ -83,7 +91,7 @@ def document(title: str, inside: str, script: str = "", hint: str = "") -> str:
 <body>
 {inside}
 <footer>Written {datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")} UTC by
-<code>report/html_report.py</code>.{hint}</footer>
+<code>{by}</code>.{hint}</footer>
 {script}
 </body>
 </html>

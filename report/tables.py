@@ -155,9 +155,9 @@ def samples(runs: Sequence[Run]) -> str:
             continue
         *earlier, newest = sorted(by_step)
         when = f"After step {newest:,}{_weights(by_step[newest])}."
-        parts.append(f"{heading(run, runs)}<p class='muted'>{when}</p>{_sample_list(by_step[newest])}")
+        parts.append(f"{heading(run, runs)}<p class='muted'>{when}</p>{sample_list(by_step[newest])}")
         parts += [
-            f"<details><summary>Step {step:,}</summary>{_sample_list(by_step[step])}</details>"
+            f"<details><summary>Step {step:,}</summary>{sample_list(by_step[step])}</details>"
             for step in reversed(earlier)
         ]
     return "".join(parts)
@@ -167,7 +167,8 @@ def _weights(found: list[dict[str, Any]]) -> str:
     return ", averaged weights (EMA)" if any(sample.get("weights") == "ema" for sample in found) else ""
 
 
-def _sample_list(found: list[dict[str, Any]]) -> str:
+def sample_list(found: Sequence[dict[str, Any]]) -> str:
+    """Continuations and filled gaps side by side."""
     causal = "".join(_continuation(sample) for sample in found if sample.get("kind") == "causal")
     masked = "".join(_filling(sample) for sample in found if sample.get("kind") == "masked")
     parts = []

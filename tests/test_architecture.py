@@ -305,10 +305,15 @@ def project() -> dict:
 
 @cache
 def pins() -> dict[str, str]:
-    """The versions that requirements.lock gives this interpreter, by canonical name."""
+    """The versions that requirements.lock, with what it includes, gives this interpreter, by canonical name."""
+    assert "--requirement requirements-training.lock" in (ROOT / "requirements.lock").read_text()
+    return pins_in("requirements-training.lock", "requirements.lock")
+
+
+def pins_in(*locks: str) -> dict[str, str]:
     found: dict[str, str] = {}
-    for line in (ROOT / "requirements.lock").read_text().splitlines():
-        if not line or line.startswith("#"):
+    for line in [line for lock in locks for line in (ROOT / lock).read_text().splitlines()]:
+        if not line or line.startswith(("#", "--requirement")):
             continue
         requirement = Requirement(line)
         (specifier,) = requirement.specifier
@@ -352,6 +357,20 @@ def test_lock_pins_everything_that_it_pulls_in():
             if needed not in pins() and not by_torch.match(needed):
                 missing.add(f"{needed} (for {name})")
     assert not missing
+
+
+def test_the_lock_of_the_demo_is_what_training_needs():
+    """Its packages are the dependencies of pyproject.toml and what those pull in: nothing is missing, nothing else."""
+    needed: set[str] = set()
+    todo = [canonicalize_name(Requirement(text).name) for text in project()["dependencies"]]
+    while todo:
+        name = todo.pop()
+        if name in needed or name not in pins():  # torch's CUDA packages are pinned by torch itself
+            continue
+        needed.add(name)
+        requirements = map(Requirement, importlib.metadata.distribution(name).requires or [])
+        todo += [canonicalize_name(r.name) for r in requirements if not r.marker or r.marker.evaluate({"extra": ""})]
+    assert set(pins_in("requirements-training.lock")) == needed
 
 
 def test_make_has_its_targets_and_explains_them():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import demo
-from demo import DemoError, Step, as_typed, loss_change, prepare
+from demo import DemoError, Step, as_typed, prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 # Appends a letter to its file each time it runs; with a third argument it also leaves the file of a complete step.
@@ -28,7 +28,7 @@ def runs(folder: Path, name: str) -> int:
 
 
 def test_complete_steps_are_not_repeated(tmp_path, capfd):
-    todo = [step(tmp_path, "a"), step(tmp_path, "b")]
+    todo = [[step(tmp_path, "a")], [step(tmp_path, "b")]]
     prepare(todo, tmp_path)
     prepare(todo, tmp_path)
     assert (runs(tmp_path, "a"), runs(tmp_path, "b")) == (1, 1)
@@ -36,16 +36,16 @@ def test_complete_steps_are_not_repeated(tmp_path, capfd):
 
 
 def test_a_changed_step_begins_anew_and_so_does_what_follows(tmp_path):
-    prepare([step(tmp_path, "a"), step(tmp_path, "b"), step(tmp_path, "c")], tmp_path)
+    prepare([[step(tmp_path, "a")], [step(tmp_path, "b")], [step(tmp_path, "c")]], tmp_path)
     (tmp_path / "a.txt").write_text("xxx")
-    changed = [step(tmp_path, "a"), step(tmp_path, "b", str(tmp_path / "more")), step(tmp_path, "c")]
+    changed = [[step(tmp_path, "a")], [step(tmp_path, "b", str(tmp_path / "more"))], [step(tmp_path, "c")]]
     prepare(changed, tmp_path)
     assert (tmp_path / "a.txt").read_text() == "xxx"
     assert (runs(tmp_path, "b"), runs(tmp_path, "c")) == (1, 1)  # their old files were deleted first
 
 
 def test_a_lost_result_is_made_again(tmp_path):
-    todo = [step(tmp_path, "a")]
+    todo = [[step(tmp_path, "a")]]
     prepare(todo, tmp_path)
     (tmp_path / "a.done").unlink()
     prepare(todo, tmp_path)
@@ -55,16 +55,16 @@ def test_a_lost_result_is_made_again(tmp_path):
 def test_unfinished_work_of_the_same_command_is_kept_for_it(tmp_path):
     unfinished = step(tmp_path, "a", finishes=False)
     with pytest.raises(DemoError, match="stopped before the end"):
-        prepare([unfinished], tmp_path)
+        prepare([[unfinished]], tmp_path)
     with pytest.raises(DemoError, match="stopped before the end"):
-        prepare([unfinished], tmp_path)
+        prepare([[unfinished]], tmp_path)
     assert runs(tmp_path, "a") == 2  # the second went on with the first one's file
 
 
 def test_a_failing_command_stops_the_demo_with_its_exit_code(tmp_path):
     failing = Step("a", "a", ("-c", "raise SystemExit(3)"), (tmp_path / "a",), tmp_path / "a")
     with pytest.raises(DemoError, match="exit code 3"):
-        prepare([failing, step(tmp_path, "b")], tmp_path)
+        prepare([[failing], [step(tmp_path, "b")]], tmp_path)
     assert not (tmp_path / "b.txt").exists()
 
 
@@ -76,7 +76,7 @@ def test_a_signal_lets_the_command_end_and_then_stops(tmp_path, number):
         "def save(*_): pathlib.Path('saved').touch(); sys.exit(0)\n"
         f"signal.signal({int(number)}, save); pathlib.Path('ready').touch(); time.sleep(60)\n"
     )
-    parent = f"import demo; demo.call(('-c', {child!r}))"
+    parent = f"import demo; demo.call([('-c', {child!r})])"
     process = subprocess.Popen(
         [sys.executable, "-c", parent], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
         start_new_session=True, stderr=subprocess.PIPE, text=True,
@@ -114,38 +114,69 @@ def test_commands_are_shown_as_one_would_type_them():
     assert shown.replace("\\\n", "").split() == ["python", "train.py", *(f"--flag_{n}={n}" for n in range(30))]
 
 
-def test_loss_change_reads_first_and_last(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    file.write_text(
-        '{"step": 1, "train/masked_loss": 8.3, "train/causal_loss": 8.4}\n{"step": 2, "train/masked_loss": 7.0}\n'
-        '{"step": 2, "valid/masked_loss": 6.9, "valid/ema_masked_loss": 1}\n{"step": 4, "valid/masked_loss": 5.0}\n'
+def test_steps_side_by_side_have_logs_of_which_news_are_passed_on(tmp_path, capfd):
+    """Both run at the same time, each into its log; one that is complete is left alone the next time."""
+    script = (
+        "import pathlib, sys, time\n"
+        "here, other = map(pathlib.Path, sys.argv[1:])\n"
+        "here.touch()\n"
+        "while not other.exists(): time.sleep(0.02)\n"
+        "print('step      3  minimal pairs (EMA): 50 %'); print('step      4/9  loss 1')"
     )
-    assert loss_change(file) == ({"masked": 8.3, "causal": 8.4}, {"masked": 5.0})
+    paths = tmp_path / "one", tmp_path / "two"
+    pair = [
+        Step(path.name, "two", ("-c", script, str(path), str(other)), (path,), path)
+        for path, other in (paths, paths[::-1])
+    ]
+    prepare([pair], tmp_path)
+    told = capfd.readouterr().out
+    assert "      one     step      3  minimal pairs (EMA): 50 %\n" in told
+    assert "      two     step      3  minimal pairs (EMA): 50 %\n" in told
+    assert "\nstep" not in told  # the rest stays in the log
+    assert "loss 1" in (tmp_path / "one.log").read_text()
+    prepare([pair], tmp_path)
+    assert capfd.readouterr().out.count("is there already") == 2
 
 
-def test_flags_of_the_training_are_ones_it_knows(tmp_path):
-    """The demo's training command is checked against the training's own parser, without training."""
+def options(*flags: str):
+    return demo.parse_arguments(["--device", "cpu", *flags])
+
+
+@pytest.mark.parametrize("corpus", ["stories", "docstrings"])
+def test_flags_of_the_trainings_are_ones_it_knows(tmp_path, corpus):
+    """The demo's training commands are checked against the training's own parser, without training."""
     from training.config import parse_config
 
-    training = demo.steps(tmp_path, 300, "cpu")[-1]
-    config = parse_config(list(training.arguments[1:]), "demo")
-    assert config.max_steps == 300
-    assert training.complete.parent.parent.parent == config.run_folder
+    ratios = set()
+    for training in demo.steps(tmp_path, options("--corpus", corpus))[-1]:
+        config = parse_config(list(training.arguments[1:]), "demo")
+        assert config.max_steps == demo.STEPS[corpus]
+        assert training.complete.parent.parent.parent == config.run_folder
+        ratios.add(config.hybrid_numerator / config.hybrid_denominator)
+    assert ratios == {0, 0.25, 1}
+
+
+def test_gaps_that_are_shown_are_of_held_out_combinations():
+    from preprocessing.story_grammar import is_held_out
+
+    for text, word in zip(demo.GAPS["stories"], ("dance", "herself", "them"), strict=True):
+        assert is_held_out(text.replace("<mask>", word).split(".")[0]), text
 
 
 @pytest.mark.slow
 def test_the_whole_demo_in_few_steps(tmp_path):
-    """All commands for real, from text to a model that writes; and a second time, when only the last three run."""
-    command = [sys.executable, str(ROOT / "demo.py"), "--output_dir", str(tmp_path / "out"), "--max_steps", "6"]
+    """All commands for real, from text to a page; and a second time, when only the last three run."""
+    command = [sys.executable, str(ROOT / "demo.py"), "--output_dir", str(tmp_path / "out"), "--max_steps", "2"]
     first = subprocess.run([*command, "--device", "cpu"], cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert (tmp_path / "out" / "metrics.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "out" / "runs" / "demo" / "report.html").is_file()
-    assert first.stdout.count("    $ ") == 7 + 7  # what it ran, and what it suggests
-    assert "Masked loss: 8." in first.stdout
-    assert "Causal loss: 8." in first.stdout
-    assert "\nReturn the" in first.stdout  # a gap and a prompt
+    page = (tmp_path / "out" / "index.html").read_text()
+    for shown in ("Pairs right, scored fused", "before training", "What was held out", "Yesterday Anna"):
+        assert shown in page
+    assert (tmp_path / "out" / "runs" / "hybrid" / "report.html").is_file()
+    assert first.stdout.count("    $ ") == 7 + 8  # what it ran, and what it suggests
+    for shown in ("\nbefore training ", "\nhybrid ", "\nmasked ", "\ncausal ", "Of minimal pairs right, in percent"):
+        assert shown in first.stdout
     again = subprocess.run([*command, "--device", "cpu"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert again.stdout.count("is there already") == 4
-    assert again.stdout.count("    $ ") == 3 + 7
+    assert again.stdout.count("is there already") == 6
+    assert again.stdout.count("    $ ") == 3 + 8

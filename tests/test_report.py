@@ -16,7 +16,7 @@ import pytest
 from helpers.report_pages import MODES, NASTY, data_of, page_of, text_of, write_run
 from helpers.tiny_runs import ROOT
 
-from report import html_report
+from report import demo_page, html_report
 from report.charts import sections
 from report.runs import Start, downsample, pairs_in_files, read_runs, training_hours
 from slurm.snapshot import code_files
@@ -252,3 +252,40 @@ def test_watch_ends_by_itself_with_the_run(tmp_path, capsys):
     assert "all runs are finished" in capsys.readouterr().out
     assert (folder / "report.html").exists()
     assert not [name for name in os.listdir(folder) if name.endswith(".partial")]
+
+
+def test_demo_page_says_where_the_first_run_is_ahead_level_and_behind(tmp_path, capsys):
+    """By the accuracies in the runs' files, from those of untrained weights on; samples and pairs are shown."""
+    runs = [write_run(tmp_path / name) for name in ("hybrid", "masked")]
+    scores = {
+        "hybrid": {"masked": 0.9, "causal": 0.8, "fused": 0.99},
+        "masked": {"masked": 0.91, "causal": 0.6, "fused": 1},
+    }
+    for run in runs:
+        line = {"step": 41, **{f"eval/{mode}/blimp": value for mode, value in scores[run.name].items()}}
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 42, "eval/fused/blimp": 0.9}) + "\n")
+    (tmp_path / "pairs").mkdir()
+    pair = {"sentence_good": "It <b>sleeps.", "sentence_bad": "It sleep.", "held_out": "it sleep"}
+    (tmp_path / "pairs" / "agreement.jsonl").write_text(json.dumps(pair) + "\n")
+    before = {"mean": {"accuracy": 0.5}, "groups": {}, "paradigms": {}}
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "scores.json").write_text(
+        json.dumps({"sets": {"blimp": {"modes": dict.fromkeys(("masked", "causal", "fused"), before)}}})
+    )
+    flags = ["--pairs", str(tmp_path / "pairs"), "--before", str(tmp_path / "before"), "-o", str(tmp_path / "x.html")]
+    assert demo_page.main([*map(str, runs), *flags]) == 0
+    told, shown = capsys.readouterr().out, text_of((tmp_path / "x.html").read_text())
+    verdict = (
+        "hybrid is ahead in causal (80.0 against 60.0 of masked); it is level with the best in masked (90.0 against "
+        "91.0 of masked); it is behind in fused (90.0 against 100.0 of masked)."
+    )
+    for text in (" ".join(told.split()), shown):
+        assert verdict in text
+    assert "before training 50.0 50.0 50.0" in " ".join(told.split())
+    assert "It <b>sleeps. It sleep. it sleep" in shown
+    lines = data_of((tmp_path / "x.html").read_text())["charts"][1]["lines"]
+    assert [line["y"][0] for line in lines] == [0.5, 0.5]
+    assert demo_page.main([str(tmp_path / "none"), "-o", str(tmp_path / "y.html")]) == 2

@@ -64,6 +64,10 @@ def test_samples_of_the_newest_checkpoint_with_own_texts(copied_run):
     assert masked["gaps"][0]["truth"] is None
     assert html_report.main([str(copied_run)]) == 0
     assert "the cat" in text_of((copied_run / "report.html").read_text())
+    earlier = copied_run / "checkpoints" / "step_00000006"  # a checkpoint by name: its run's file again
+    assert samples.main([str(earlier), "--prompt", "a mouse", "--device", "cpu"]) == 0
+    assert [s["prompt"] for s in samples_of(copied_run) if s["step"] == 6] == ["a mouse"]
+    assert not (earlier / "samples.jsonl").exists()
 
 
 def test_samples_of_held_out_documents_equal_those_of_training(copied_run):
