@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from data.special_tokens import SpecialTokens
+from export.native import native_form
 from model import ModelConfig, ModelConfigError
 from model_config import PUBLISHED_KEYS
 from training.checkpoint import RECORD, CheckpointError
@@ -32,7 +33,7 @@ def is_exported(path: Path) -> bool:
 
 
 def read_exported(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor], str]:
-    """Configuration, weights and training's tokenizer.json of a folder that export/to_huggingface.py wrote.
+    """Configuration, weights under our names and training's tokenizer.json of a folder that to_huggingface.py wrote.
 
     Also of one that transformers saved again, provided it still holds a language model. Raises CheckpointError.
     """
@@ -44,7 +45,9 @@ def read_exported(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor], str
         tensors = load_file(path / "model.safetensors")
         tokenizer = (path / "tokenizer.json").read_text(encoding="utf-8")
         text = restore_tokenizer(tokenizer, values.get(TOKENIZER_NOTE))
-        config = model_config(values)
+        form = native_form(str(values.get("model_type")))
+        config = model_config(values) if form is None else form.read_configuration(values)
+        tensors = tensors if form is None else form.our_parameters(tensors, config)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"exported folder {path} cannot be read ({error}); export it again, or, where another program wrote it, "

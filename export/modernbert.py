@@ -16,9 +16,9 @@ from torch import Tensor
 
 from model_config import ModelConfig, ModelConfigError
 
-MODEL_TYPE = "modernbert"
-TRANSFORMERS_CLASS = "ModernBertForMaskedLM"
-NOTE = (
+MODEL_TYPE: str = "modernbert"
+TRANSFORMERS_CLASS: str = "ModernBertForMaskedLM"
+NOTE: str = (
     'predict_masked_from is "own": in bidirectional rows a masked token is predicted from its own state, as it was; '
     "in causal rows the next token from the state before it, which the model has to learn"
 )

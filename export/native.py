@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from export import llama, modernbert
 from model_config import ModelConfig
-
-# model_type, which is the same there and here -> the module that knows it.
-_MODULES = {"modernbert": "export.modernbert"}
 
 
 class NativeForm(Protocol):
-    """What a module of `_MODULES` has."""
+    """What export/modernbert.py and the classes in export/llama.py know of one class."""
 
     TRANSFORMERS_CLASS: str
     NOTE: str  # what an importer should know, one sentence
@@ -43,5 +40,5 @@ class NativeForm(Protocol):
 
 def native_form(model_type: str) -> NativeForm | None:
     """How to read and write models of this type; None where transformers has no class for them."""
-    name = _MODULES.get(model_type)
-    return cast(NativeForm, import_module(name)) if name else None
+    forms: dict[str, NativeForm] = {modernbert.MODEL_TYPE: modernbert, **llama.FORMS}  # by its name there and here
+    return forms.get(model_type)
