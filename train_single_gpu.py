@@ -16,7 +16,7 @@ from data.loader import Loader
 from evaluation.in_training import Evaluations
 from evaluation.suites import ZeroShot
 from report.html_report import publish_report
-from training.config import TrainingConfig, parse_on_rank
+from training.config import TrainingConfig, is_first, parse_on_rank
 from training.distributed import World, single_world
 from training.errors import HardwareError
 from training.inputs import Inputs, choose_split, read_inputs
@@ -51,7 +51,7 @@ def main(
         config = end.config = parse_on_rank(arguments, description, alone=connect is single_world)
         check_sinks(config)  # better to know now that wandb is missing
         plugins = Plugins(config.plugin)
-        inputs = read_inputs(config)  # tokenizer, model sizes, shards, and the plan of every global batch
+        inputs = read_inputs(config, not is_first(connect is single_world))  # tokenizer, model sizes, shards, data plan
         zero_shot = ZeroShot.read(inputs)
         world = end.connects(connect(config))
         inputs = inputs.on_device(world.device)

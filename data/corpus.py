@@ -27,6 +27,7 @@ class Corpus(Documents):
     bos_id, eos_id: ids that open and close each document; eos_id None leaves the end unmarked (published behaviour).
     seed: of the samples that fractions of a source are.
     order: of epochs that are made of blocks; None: of documents.
+    trusted: take manifests at their word, as other processes of a run may where one checks all files.
     Raises CorpusError or ShardError, each a sentence naming the file.
     """
 
@@ -39,6 +40,7 @@ class Corpus(Documents):
         eos_id: int | None,
         seed: int = 0,
         order: BlockOrder | None = None,
+        trusted: bool = False,
     ):
         as_path = Path(path)
         is_mix = as_path.suffix == ".json" and as_path.is_file()
@@ -47,11 +49,12 @@ class Corpus(Documents):
         counts: list[int] = []
         words: list[int] = []
         for source in self.mix.sources:
-            found = _open_source(source.path, tokenizer_hash)
+            found = _open_source(source.path, tokenizer_hash, trusted)
             counts.append(sum(shard.num_documents for shard in found))
             words.append(sum(s.words for s in found) if all(s.words for s in found if s.num_tokens) else 0)
             shards += found
-        _refuse_twice(path, shards)
+        if not trusted:
+            _refuse_twice(path, shards)
         hashes = {shard.tokenizer_hash for shard in shards}
         if len(hashes) > 1:
             raise CorpusError(
@@ -151,10 +154,12 @@ class Corpus(Documents):
         return digest.hexdigest()
 
 
-def _open_source(path: str, tokenizer_hash: str | None) -> list[Shard]:
+def _open_source(path: str, tokenizer_hash: str | None, trusted: bool) -> list[Shard]:
     """The shards of a source. Raises CorpusError where they hold nothing."""
-    found = find_shards(path)
-    shards = [open_shard(file, tokenizer_hash, sha, scattered=True, words=words) for file, sha, words in found]
+    shards = [
+        found.shard or open_shard(found.path, tokenizer_hash, found.sha256, scattered=True, words=found.words)
+        for found in find_shards(path, trusted)
+    ]
     if not any(shard.num_tokens for shard in shards):
         what = "tokens, its documents are empty" if any(shard.num_documents for shard in shards) else "documents"
         raise CorpusError(f"{path}: holds no {what}; check the input of preprocessing/tokenize_corpus.py")
@@ -163,7 +168,8 @@ def _open_source(path: str, tokenizer_hash: str | None) -> list[Shard]:
 
 def _refuse_twice(path: str | Path, shards: list[Shard]) -> None:
     """Refuse a shard that is taken twice, and one whose copy in another folder is taken. Raises CorpusError."""
-    real = [shard.path.resolve() for shard in shards]
+    folders = {folder: folder.resolve() for folder in {shard.path.parent for shard in shards}}
+    real = [s.path.resolve() if s.path.is_symlink() else folders[s.path.parent] / s.path.name for s in shards]
     several, seen = len({file.parent for file in real}) > 1, {}
     for shard, file in zip(shards, real, strict=True):
         for key in (file, shard.content_hash) if several else (file,):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 
 from data.atomic_io import allow_open_files
 from data.counter_rng import Permutation, fold
+from data.node_memory import SHARED_FROM, shared_array
 from data.shards import Shard
 
 IndexMap = Callable[[np.ndarray], np.ndarray]
@@ -37,6 +39,13 @@ class IndexStopped(RuntimeError):
     """The thread that builds an index was told to end."""
 
 
+def check_stop() -> None:
+    """Raises IndexStopped where this thread may have to end, and has to."""
+    event = stop_event.get()
+    if event is not None and event.is_set():
+        raise IndexStopped
+
+
 @dataclass(frozen=True)
 class Walk:
     """The keyed order in which the documents of a source are used, over and over."""
@@ -53,7 +62,7 @@ class Documents:
     """
 
     def __init__(self, shards: Sequence[Shard], counts: Sequence[int], bos_id: int, eos_id: int | None, seed: int):
-        self.shards, self.bos_id, self.eos_id, self._seed = list(shards), bos_id, eos_id, seed
+        self.shards, self.bos_id, self.eos_id, self.seed = list(shards), bos_id, eos_id, seed
         self.specials_per_document = 1 + (eos_id is not None)
         # First document, and first token, of each shard.
         self.shard_documents = np.cumsum([0, *(shard.num_documents for shard in self.shards)])
@@ -82,11 +91,21 @@ class Documents:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Stored tokens in front of each document, and of all: int64 [num_documents + 1]. Raises IndexStopped."""
-        starts, stop = np.empty(self.num_documents + 1, np.int64), stop_event.get()
+        """Stored tokens in front of each document, and of all: int64 [num_documents + 1]. Raises IndexStopped.
+
+        Of a large corpus, shared by the processes of a node.
+        """
+        return shared_array(self.content_name("starts"), self.num_documents + 1, self._fill_starts, check_stop)
+
+    def content_name(self, *what: object) -> str:
+        """A name for something computed from document lengths and `what` else; "" of a small corpus."""
+        if self.num_documents < SHARED_FROM:
+            return ""
+        return hashlib.sha256(repr(([shard.content_hash for shard in self.shards], what)).encode()).hexdigest()
+
+    def _fill_starts(self, starts: np.ndarray) -> None:
         for shard, first in zip(self.shards, self.shard_documents.tolist(), strict=False):
-            if stop is not None and stop.is_set():
-                raise IndexStopped
+            check_stop()
             shard.read_offsets(starts[first : first + shard.num_documents])
         starts[-1] = self.num_tokens
         for begin in range(0, self.num_documents, _CHUNK):
@@ -94,7 +113,6 @@ class Documents:
             low, high = np.searchsorted(self.shard_documents, [begin, end - 1], side="right") - 1
             shards = self.shard_documents[low : high + 2].clip(begin, end)
             starts[begin:end] += np.repeat(self.shard_tokens[low : high + 1], np.diff(shards))
-        return starts
 
     def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Start (in the concatenation of all shards) and length of each document; int64 [n] both."""
@@ -184,24 +202,28 @@ class Documents:
 
     def _build_walk(self, number: int) -> Walk:
         count, first = int(self.counts[number]), self.first_documents[number]
-        permutation = Permutation(fold(fold(self._seed, _SAMPLE), number), count)
+        permutation = Permutation(fold(fold(self.seed, _SAMPLE), number), count)
         return Walk(permutation, self.block_ends(count, lambda index: first + index, permutation.inverse))
 
-    def block_ends(self, count: int, documents: IndexMap, order: IndexMap, extra: int = 0) -> np.ndarray:
+    def block_ends(
+        self, count: int, documents: IndexMap, order: IndexMap, extra: int = 0, name: str = ""
+    ) -> np.ndarray:
         """Tokens up to the end of each block of BLOCK documents in an order, `extra` added for each: int64 [blocks].
 
         documents, order: functions from 0 .. count-1, in pieces, to the documents and to their index in the order. Fast
-        where these documents follow each other as stored. Raises IndexStopped.
+        where these documents follow each other as stored. name: of `content_name`. Raises IndexStopped.
         """
-        sums, stop = np.zeros(-(-count // BLOCK), np.int64), stop_event.get()
-        for start in range(0, count, _CHUNK):
-            if stop is not None and stop.is_set():
-                raise IndexStopped
-            index = np.arange(start, min(start + _CHUNK, count))
-            lengths = self.spans(documents(index))[1]
-            lengths += extra
-            np.add.at(sums, order(index) // BLOCK, lengths)
-        return np.cumsum(sums)
+
+        def fill(sums: np.ndarray) -> None:
+            for start in range(0, count, _CHUNK):
+                check_stop()
+                index = np.arange(start, min(start + _CHUNK, count))
+                lengths = self.spans(documents(index))[1]
+                lengths += extra
+                np.add.at(sums, order(index) // BLOCK, lengths)
+            np.cumsum(sums, out=sums)
+
+        return shared_array(name, -(-count // BLOCK), fill, check_stop)
 
 
 def _reads_of_this_thread() -> int:

@@ -155,6 +155,11 @@ class Epochs:
         """Documents of each walk used when the run ends."""
         return self._parts[-1].used
 
+    def content(self, epoch: int) -> list[list[int]]:
+        """Numbers that decide which documents an epoch of a corpus has."""
+        counts = self._documents.counts
+        return [each.tolist() for each in (counts, self._keyed, self.uses_before(epoch), self.uses_before(epoch + 1))]
+
     def documents_in(self, epoch: int) -> int:
         """Documents in an epoch, repeats counted."""
         return int((self.uses_before(epoch + 1) - self.uses_before(epoch)).sum())

@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
@@ -131,6 +131,8 @@ class Shard:
             if error.errno != errno.EMFILE:
                 raise
             raise ShardError(f"{self.path} cannot be opened, too many files are open; raise `ulimit -n`") from error
+        if len(found) < size_without_marks(self.num_tokens, self.num_documents, self.dtype):
+            raise ShardError(f"{self.path} is truncated: it has {len(found):,} bytes; {REMAKE}")
         if self.scattered and self._token_pages:
             found.madvise(mmap.MADV_RANDOM, 0, self._token_pages)
         return found
@@ -181,7 +183,7 @@ class Shard:
                 raise ShardError(f"{self.path} ends before its document offsets; {REMAKE}")
 
     def close(self) -> None:
-        """Let go of the file, which is mapped again when it is next used."""
+        """Let go of the file, which is mapped again when it is used."""
         for name in ("_map", "tokens", "offsets"):
             self.__dict__.pop(name, None)
 
@@ -221,10 +223,10 @@ def open_shard(
             header = file.read(_HEADER_BYTES)
             shard = replace(_parse_header(path, header, size), sha256=sha256, scattered=scattered, words=words)
             start = _offsets_start(shard.num_tokens, shard.dtype)
-            ends = [_read_uint64(file, start), _read_uint64(file, start + 8 * shard.num_documents)]
+            ends = [os.pread(file.fileno(), 8, start + 8 * number) for number in (0, shard.num_documents)]
     except OSError as error:
         raise ShardError(f"cannot open the shard {path} ({error.strerror}); check the path") from None
-    if ends != [0, shard.num_tokens]:
+    if [int.from_bytes(each, "little") for each in ends] != [0, shard.num_tokens]:
         raise ShardError(f"{path} is damaged: its document offsets do not span its tokens; {REMAKE}")
     if expected_tokenizer_hash is not None and shard.tokenizer_hash != expected_tokenizer_hash:
         raise ShardError(
@@ -252,7 +254,7 @@ def _parse_header(path: Path, header: bytes, size: int) -> Shard:
     if dtype is None or dtype != token_dtype(vocab_size):
         raise ShardError(f"{path} stores {vocab_size:,} ids as {dtype_name!r}, which cannot be read; {REMAKE}")
     has_marks = version == MARKED_VERSION
-    expected = _offsets_start(tokens, dtype) + 8 * (documents + 1) + has_marks * -(-tokens // 8)
+    expected = size_without_marks(tokens, documents, dtype) + has_marks * -(-tokens // 8)
     if size != expected:
         kind = "truncated" if size < expected else "too long"
         raise ShardError(f"{path} is {kind}: it has {size:,} bytes where its header asks for {expected:,}; {REMAKE}")
@@ -264,9 +266,8 @@ def _offsets_start(num_tokens: int, dtype: np.dtype) -> int:
     return -(-end_of_tokens // 8) * 8
 
 
-def _read_uint64(file: BinaryIO, position: int) -> int:
-    file.seek(position)
-    return int.from_bytes(file.read(8), "little")
+def size_without_marks(num_tokens: int, num_documents: int, dtype: np.dtype) -> int:
+    return _offsets_start(num_tokens, dtype) + 8 * (num_documents + 1)
 
 
 # --------------------------------------------------------------------------------------------------------- writing

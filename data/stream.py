@@ -56,9 +56,9 @@ class TokenStream:
             return EpochIndex(permutation, np.cumsum(corpus.blocks.lengths(blocks)))
         # In the order of the slots, which is that of the shards: only the sums are looked up here and there.
         order = permutation.inverse if self._key is not None else lambda slots: slots
-        ends = corpus.block_ends(
-            count, lambda slots: self._epochs.documents_of(epoch, slots)[0], order, corpus.specials_per_document
-        )
+        extra = corpus.specials_per_document
+        name = corpus.content_name("index", self._key, epoch, extra, corpus.seed, epochs.content(epoch))
+        ends = corpus.block_ends(count, lambda slots: epochs.documents_of(epoch, slots)[0], order, extra, name)
         return EpochIndex(permutation, ends)
 
     def read(self, position: int, count: int, *, origins: bool = False) -> tuple[np.ndarray, np.ndarray | None]:

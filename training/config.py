@@ -298,11 +298,15 @@ def differences(old: dict[str, Any], new: TrainingConfig) -> list[str]:
     return found
 
 
+def is_first(alone: bool) -> bool:
+    """Whether this process is rank 0, before there are ranks; alone: as in `parse_on_rank`."""
+    return alone or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
 def parse_on_rank(arguments: Sequence[str], description: str, alone: bool) -> TrainingConfig:
     """`parse_config` on one of several ranks. What is wrong is wrong on every rank, and rank 0 alone says so.
 
     alone: this process is all of its run, whichever of a launcher's it is.
     """
-    rank = "0" if alone else os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    with redirect_stderr(io.StringIO() if rank != "0" else sys.stderr):
+    with redirect_stderr(sys.stderr if is_first(alone) else io.StringIO()):
         return parse_config(arguments, description)

@@ -276,8 +276,11 @@ def _with_later_flags(config: TrainingConfig) -> TrainingConfig:
     return dataclasses.replace(config, **{name: later_flag(flags, name) for name in left})
 
 
-def read_inputs(config: TrainingConfig) -> Inputs:
-    """Open and check all files. Raises ValueError (ConfigError, CorpusError, ShardError), each one sentence."""
+def read_inputs(config: TrainingConfig, trusted: bool = False) -> Inputs:
+    """Open and check all files. Raises ValueError (ConfigError, CorpusError, ShardError), each one sentence.
+
+    trusted: another rank checks the shards that manifests list.
+    """
     config = _with_later_flags(config)
     try:
         optimizer_kind(config.optimizer)
@@ -309,7 +312,7 @@ def read_inputs(config: TrainingConfig) -> Inputs:
     identity = tokenizer_hash(tokenizer_file(config.tokenizer_path))
     order = BlockOrder(config.block_tokens, config.shuffle_tokens) if config.order == "blocks" else None
     ids = {"bos_id": options.bos_id, "eos_id": eos}
-    corpus = Corpus(config.train_path, tokenizer_hash=identity, **ids, seed=config.seed, order=order)
+    corpus = Corpus(config.train_path, tokenizer_hash=identity, **ids, seed=config.seed, order=order, trusted=trusted)
     words = special.vocab_size
     if not words <= model_config.vocab_size < words + _VOCABULARY_PADDING:
         added = f", of which {special.added} were added to those of its model" * bool(special.added)
