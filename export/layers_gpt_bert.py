@@ -323,3 +323,9 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.nonlinearity(x)
+
+
+def new_head(config: GPTBertConfig, outputs: int) -> Head:
+    """A head to be trained, with the configuration's dropout for classifiers."""
+    dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+    return Head(config, outputs, dropout)

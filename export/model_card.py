@@ -129,7 +129,8 @@ pipeline("text-generation", model=causal, tokenizer=tokenizer)("Once upon a time
 ```
 
 `AutoModel` gives hidden states (bidirectional; causal with `is_causal=True`), `AutoModelForSequenceClassification` and
-`AutoModelForTokenClassification` a new head on `{tokens["bos"]}` or on every token. The tokenizer opens a text with
+`AutoModelForTokenClassification` a new head on `{tokens["bos"]}` or on every token; there are also
+`AutoModelForQuestionAnswering` and `AutoModelForMultipleChoice`. The tokenizer opens a text with
 `{tokens["bos"]}`, does not close it (it may go on), and pads on the right; `generate()` for several texts needs
 `padding_side="left"`. Words cut beforehand keep the space before them: `tokenizer(["The", " cat"],
 is_split_into_words=True)`. The masked model's logits are aligned with its input: position i scores token i. (The

@@ -17,6 +17,8 @@ from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
     MaskedLMOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
@@ -24,9 +26,10 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_gpt_bert import GPTBertConfig, LTGBertConfig
-from .layers_gpt_bert import Embedding, Encoder, Head, Layout, attention_allowed, given_pairs, packed_texts
+from .layers_gpt_bert import Embedding, Encoder, Head, Layout, attention_allowed, given_pairs, new_head, packed_texts
 
 logger = logging.get_logger(__name__)
+_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
 class Encoded(NamedTuple):
@@ -262,6 +265,17 @@ class GPTBertForCausalLM(GPTBertLanguageModel, GenerationMixin):
         )
 
 
+def first_states(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The states [B, D] of the first tokens of texts, `<s>`; with padding on the left these are further right."""
+    if attention_mask is None:
+        return hidden[:, 0]
+    rows, length = torch.arange(hidden.size(0), device=hidden.device), hidden.size(1)
+    real = attention_mask != 0
+    if attention_mask.ndim > 2:  # padding is what nothing attends
+        real = given_pairs(attention_mask, hidden.size(0), length, length)[:, 0].any(dim=1)
+    return hidden[rows, real.to(hidden.device).int().argmax(dim=1)]
+
+
 class GPTBertForSequenceClassification(GPTBertPreTrainedModel):
     """Classification or regression of texts from the (bidirectional) hidden state of their first token, `<s>`."""
 
@@ -270,8 +284,7 @@ class GPTBertForSequenceClassification(GPTBertPreTrainedModel):
     def __init__(self, config: GPTBertConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels or 2
-        dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
-        self.score = Head(config, self.num_labels, dropout)  # the name by which PEFT knows what to train and save
+        self.score = new_head(config, self.num_labels)  # the name by which PEFT knows what to train and save
         self.post_init()
 
     @can_return_tuple
@@ -288,15 +301,7 @@ class GPTBertForSequenceClassification(GPTBertPreTrainedModel):
         flags: dict[str, Any] = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
         position_ids = kwargs.get("position_ids")
         outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, position_ids=position_ids, **flags)
-        hidden = outputs.last_hidden_state
-        first = hidden[:, 0]
-        if attention_mask is not None:  # with padding on the left it is further right
-            rows, length = torch.arange(hidden.size(0), device=hidden.device), hidden.size(1)
-            real = attention_mask != 0
-            if attention_mask.ndim > 2:  # padding is what nothing attends
-                real = given_pairs(attention_mask, hidden.size(0), length, length)[:, 0].any(dim=1)
-            first = hidden[rows, real.to(hidden.device).int().argmax(dim=1)]
-        logits = self.score(first)
+        logits = self.score(first_states(outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
@@ -311,8 +316,7 @@ class GPTBertForTokenClassification(GPTBertPreTrainedModel):
     def __init__(self, config: GPTBertConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels or 2
-        dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
-        self.score = Head(config, self.num_labels, dropout)
+        self.score = new_head(config, self.num_labels)
         self.post_init()
 
     @can_return_tuple
@@ -334,6 +338,70 @@ class GPTBertForTokenClassification(GPTBertPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, config=self.config, **kwargs)
         return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class GPTBertForQuestionAnswering(GPTBertPreTrainedModel):
+    """Begin and end of the answer to a question in a text, as in SQuAD, from (bidirectional) hidden states."""
+
+    def __init__(self, config: GPTBertConfig) -> None:
+        super().__init__(config)
+        self.qa_outputs = new_head(config, 2)  # the name by which PEFT knows what to train and save
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **kwargs: Any,
+    ) -> QuestionAnsweringModelOutput:
+        flags: dict[str, Any] = {name: kwargs.get(name) for name in ("position_ids", *_OUTPUTS)}
+        outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, **flags)
+        start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start, end, start_positions, end_positions)
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start,
+            end_logits=end,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class GPTBertForMultipleChoice(GPTBertPreTrainedModel):
+    """The choice among C texts [B, C, T] by a score of each from the hidden state of its first token, `<s>`."""
+
+    accepts_loss_kwargs = False  # as of sequences
+
+    def __init__(self, config: GPTBertConfig) -> None:
+        super().__init__(config)
+        self.score = new_head(config, 1)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MultipleChoiceModelOutput:
+        flags: dict[str, Any] = {name: kwargs.get(name) for name in _OUTPUTS}
+        given = (input_ids, attention_mask, inputs_embeds, kwargs.get("position_ids"))
+        choices = next(tensor.size(1) for tensor in (input_ids, inputs_embeds) if tensor is not None)
+        ids, mask, embeds, positions = (None if tensor is None else tensor.flatten(0, 1) for tensor in given)
+        outputs = self.encode(ids, mask, embeds, False, position_ids=positions, **flags)
+        logits = self.score(first_states(outputs.last_hidden_state, mask)).view(-1, choices)
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
 
@@ -364,5 +432,17 @@ class LTGBertForSequenceClassification(GPTBertForSequenceClassification):
 
 class LTGBertForTokenClassification(GPTBertForTokenClassification):
     """LTG-BERT as a classifier of tokens."""
+
+    config_class = LTGBertConfig
+
+
+class LTGBertForQuestionAnswering(GPTBertForQuestionAnswering):
+    """LTG-BERT finding answers in texts."""
+
+    config_class = LTGBertConfig
+
+
+class LTGBertForMultipleChoice(GPTBertForMultipleChoice):
+    """LTG-BERT choosing among texts."""
 
     config_class = LTGBertConfig

@@ -274,6 +274,8 @@ def model_configuration(config: dict[str, Any]) -> dict[str, Any]:
         "AutoModelForCausalLM": "ForCausalLM",
         "AutoModelForSequenceClassification": "ForSequenceClassification",
         "AutoModelForTokenClassification": "ForTokenClassification",
+        "AutoModelForQuestionAnswering": "ForQuestionAnswering",
+        "AutoModelForMultipleChoice": "ForMultipleChoice",
         "AutoModelForPreTraining": "ForCausalLM",
     }
     return {

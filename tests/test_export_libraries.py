@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_exports import BOS, library, load, make_exported
+from helpers.tiny_exports import BOS, PAD, ROOT, library, load, make_exported
 from torch.utils.data import Dataset
 
 from model import LTGBert
@@ -136,3 +137,48 @@ def test_sentence_transformers_takes_the_mean_and_cross_encoders_a_classifier(ex
     cross = package.CrossEncoder(str(folder), num_labels=1, trust_remote_code=True, device="cpu")
     assert type(cross.model).__name__ == "GPTBertForSequenceClassification"
     assert len(set(cross.predict([("a", "b"), ("The list", "holds")]).tolist())) == 2
+
+
+# Heads for answers and choices
+
+
+def test_answers_and_choices_are_scored_by_their_definition(exported):
+    """Begin and end from every token; of each choice a score from `<s>`, wherever padding stands."""
+    torch.manual_seed(0)
+    rows = torch.tensor([[BOS, 20, 30, 40, 50, 60], [BOS, 21, 31, 41, PAD, PAD]])
+    mask = (rows != PAD).long()
+    answers, choices = (
+        load(f"AutoModelFor{name}", exported[1]).eval() for name in ("QuestionAnswering", "MultipleChoice")
+    )
+    with torch.no_grad():
+        found = answers(
+            rows, attention_mask=mask, start_positions=torch.tensor([1, 2]), end_positions=torch.tensor([3, 3])
+        )
+        alone = answers(rows[1:, :4])
+        torch.testing.assert_close(found.start_logits[1:, :4], alone.start_logits)
+        parts = ((found.start_logits, [1, 2]), (found.end_logits, [3, 3]))
+        losses = [torch.nn.functional.cross_entropy(logits, torch.tensor(places)) for logits, places in parts]
+        torch.testing.assert_close(found.loss, sum(losses) / 2)
+        found = choices(rows[None], attention_mask=mask[None], labels=torch.tensor([1]))
+        each = [choices(rows[None, :1]).logits[0, 0], choices(rows[None, 1:, :4]).logits[0, 0]]
+        torch.testing.assert_close(found.logits, torch.stack(each)[None])
+        torch.testing.assert_close(found.loss, -torch.stack(each).log_softmax(0)[1])
+        left = torch.tensor([[PAD, PAD, BOS, 21, 31, 41]])
+        logits = choices(left[None], attention_mask=(left != PAD).long()[None]).logits
+        torch.testing.assert_close(logits[0, 0], each[1])
+
+
+@pytest.mark.slow
+def test_examples_of_the_page_run(exported, tmp_path, monkeypatch):
+    """The blocks of examples/README.md, one after the other, in a folder where the model is called my_model."""
+    pytest.importorskip("peft", reason="needs peft (requirements.lock has it)")
+    (tmp_path / "my_model").symlink_to(exported[1])
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        exec(block, names)
+    assert (tmp_path / "my_adapter" / "adapter_model.safetensors").is_file()
+    assert names["tokenizer"].decode(names["answered"]).strip() == "The cat"
