@@ -20,7 +20,7 @@ from training.config import TrainingConfig, is_first, parse_on_rank
 from training.distributed import World, single_world
 from training.errors import HardwareError
 from training.inputs import Inputs, choose_split, read_inputs
-from training.metric_logger import MetricLogger, open_logger
+from training.metric_logger import MetricLogger, Profiler, open_logger
 from training.plugins import Plugins
 from training.rank_checks import check_same_run
 from training.resume import open_run
@@ -114,6 +114,7 @@ def run_steps(
     if not evaluations.measure(owed, state, log):  # which a stop has ended in the run's last start
         return save_and_stop(state, saver, conditions)
     metrics = AsyncStepMetrics(world, inputs.model_config, config.log_stats_every)
+    profiler = Profiler(config.profile, config.run_folder, world, log.say)
     while state.step < config.max_steps:
         batch = loader.peek(_DATA_SECONDS)  # this rank's rows of global batch `state.step`; None while not ready
         if loader.late > 60 * config.collective_timeout:
@@ -132,10 +133,12 @@ def run_steps(
             continue
 
         waited = loader.advance()
+        profiler.begin(state.step + 1)
         step = train_step(state, batch, targets, config, plan)  # micro-batches, all_reduce, clipping, LAMB, EMA
         step.metrics.update(inputs.exposure_after(state.step))
         answer_spike(state, step, config.spike_policy == "rollback", saver, log)
         log.log_steps(metrics.push(step, loader_wait_seconds=waited))
+        profiler.end(state.step)
 
         evaluates = evaluations.due(state.step)  # validation and samples, plugins, zero-shot suites
         saves = inputs.saves_after(state.step) or state.step in inputs.named_checkpoints

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -35,6 +36,10 @@ RISING = Rule(_rises, "it must be rising numbers above 0 and at most 1, such as 
 LENGTH = Rule(
     lambda value: isinstance(value, str) or 0 <= value <= 1,
     "it must be a fraction between 0 and 1, or steps (500), tokens (10Mt), words (1Mw) or epochs (2e)",
+)
+SPAN = Rule(
+    lambda text: not text or bool((found := re.fullmatch(r"(\d+):(\d+)", text)) and 0 < int(found[1]) <= int(found[2])),
+    "give the first and the last of some steps, such as 10:13",
 )
 STEPS = Rule(lambda values: all(step >= 1 for step in values), "steps count from 1")
 

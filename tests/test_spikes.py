@@ -1,7 +1,8 @@
-"""--spike_policy: updates that are left out or undone, alike on any number of ranks and after a resume."""
+"""Two ranks at work: --spike_policy, alike on any number of ranks and after a resume; times of ranks; --profile."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import socket
@@ -53,7 +54,12 @@ def train(
 def on_two_ranks(inputs, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("two")
     runs = [
-        Run(arguments(inputs, output, p, p, sharding=s, log_stats_every=10), (), {"SPIKES": "14,22"}, "spikes")
+        Run(
+            arguments(inputs, output, p, p, sharding=s, log_stats_every=10, profile="3:4"),
+            (),
+            {"SPIKES": "14,22"},
+            "spikes",
+        )
         for p, s in (("skip", "none"), ("rollback", "zero1"))
     ]
     for outcome in run_ranks(runs):
@@ -104,6 +110,14 @@ def test_the_slowest_rank_is_named(on_two_ranks):
         assert 0 <= least <= middle <= most
         assert middle == pytest.approx((least + most) / 2)
     assert 0.05 < found["ranks/memory_gib_min"] < 10
+
+
+def test_each_rank_leaves_a_trace_of_the_profiled_steps(on_two_ranks):
+    for rank in range(2):
+        [trace] = (on_two_ranks / "skip" / "profile").glob(f"steps_3_to_4_rank_{rank}.json.gz")
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        assert sum(event.get("name") == "gloo:all_reduce" for event in events) >= 2
+        assert any(event.get("name") == "aten::mm" for event in events)
 
 
 def test_what_returns_do_not_help_against_ends_the_run(inputs, tmp_path, monkeypatch, capsys):

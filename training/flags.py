@@ -23,6 +23,7 @@ from data.flag_rules import (
     POSITIVE,
     REQUIRED,
     RISING,
+    SPAN,
     STEPS,
     Later,
     Rule,
@@ -362,11 +363,9 @@ class Flags:
         0, "regular checkpoints to keep (0: all); those of --save_steps and with a name stay", "logs", at_least(0)
     )
     spare_checkpoint_dir: str = _flag(
-        "",
-        "folder on another disk of all hosts for checkpoints that the run folder cannot take; a resume finds them",
-        "logs",
-        path=True,
-    )
+        "", "folder on another disk of all hosts for checkpoints that the run folder cannot take; a resume finds them",
+        "logs", path=True,
+    )  # fmt: skip
     max_failed_saves: int = _flag(
         3, "failed saves in a row after which the run ends; before, it continues without", "logs", at_least(1)
     )
@@ -374,15 +373,19 @@ class Flags:
         100, "steps between norms of parameters and gradients by role (0: never)", "logs", at_least(0)
     )
     data_fingerprint: bool = _flag(
-        False,
-        "log a hash of every global batch as data/fingerprint (without CUDA graphs: steps take some percent longer)",
-        "logs",
-    )
+        False, "log a hash of every global batch as data/fingerprint (without CUDA graphs: steps take some percent "
+        "longer)", "logs",
+    )  # fmt: skip
     wandb_project: str = _flag("", "wandb project (default: hybrid-pretraining)", "logs")
     wandb_entity: str = _flag("", "wandb user or team", "logs")
     wandb_mode: str = _flag(
         "auto", "auto: online with a login, offline without, disabled where wandb is not installed", "logs",
         choices=("auto", "online", "offline", "disabled"),
+    )  # fmt: skip
+    profile: str = _flag(
+        "", "FIRST:LAST, such as 10:13: of these steps each rank writes a trace (torch.profiler) and, on CUDA, a "
+        "history of its memory into profile/ of the run folder", "logs",
+        SPAN,
     )  # fmt: skip
     tensorboard: bool = _flag(
         False, "write TensorBoard's files into the run folder (needs the package tensorboard)", "logs"
@@ -394,12 +397,9 @@ class Flags:
 
     # jobs
     requeue: str = _flag(
-        "auto",
-        "auto: a run that has to stop early (signal, preemption, time limit) saves and has SLURM start its job again; "
-        "never: it saves and ends",
-        "jobs",
-        choices=("auto", "never"),
-    )
+        "auto", "auto: a run that has to stop early (signal, preemption, time limit) saves and has SLURM start its job "
+        "again; never: it saves and ends", "jobs", choices=("auto", "never"),
+    )  # fmt: skip
     max_restarts: int = _flag(
         200, "restarts of one job after which it fails instead of starting again", "jobs", at_least(0)
     )
@@ -408,12 +408,9 @@ class Flags:
         "again; those that a signal ended do not count", "jobs", at_least(1),
     )  # fmt: skip
     time_limit_margin: float = _flag(
-        60.0,
-        "seconds that stay free before the job's time limit, besides the measured time of a save, when the run saves "
-        "and requeues on its own",
-        "jobs",
-        at_least(0),
-    )
+        60.0, "seconds that stay free before the job's time limit, besides the measured time of a save, when the run "
+        "saves and requeues on its own", "jobs", at_least(0),
+    )  # fmt: skip
     collective_timeout: float = _flag(
         20.0, "minutes that a rank waits for the others before the run ends; longer than the slowest save or "
         "validation", "jobs", POSITIVE,

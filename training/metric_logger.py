@@ -213,6 +213,54 @@ class RankStatistics:
         return found | {"ranks/slowest": slowest, "ranks/slowest_host": self._hosts[slowest]}
 
 
+class Profiler:
+    """--profile: traces of some steps, of every rank, and the history of its memory on CUDA; what fails is only said.
+
+    Look at traces with https://ui.perfetto.dev or chrome://tracing, at memory with https://docs.pytorch.org/memory_viz.
+    """
+
+    def __init__(self, steps: str, folder: Path, world: World, say: Callable[[str], None]) -> None:
+        """steps: "FIRST:LAST", "" for none. folder: of the run. say: prints, on rank 0."""
+        self._first, self._last = map(int, steps.split(":")) if steps else (0, 0)
+        self._folder, self._world, self._say = folder / "profile", world, say
+        self._profile: torch.profiler.profile | None = None
+
+    def begin(self, step: int) -> None:
+        """A step is about to be done; the first is 1."""
+        if step != self._first:
+            return
+        from torch.profiler import profile
+
+        try:
+            self._profile = profile(record_shapes=True, with_stack=True)  # of all activities that there are
+            if self._world.device.type == "cuda":
+                torch.cuda.memory._record_memory_history()
+            self._profile.start()
+        except RuntimeError as error:
+            self._profile = None
+            self._say(f"note: --profile: nothing is recorded: {error}")
+
+    def end(self, step: int) -> None:
+        """A step has been done, as far as the host knows."""
+        if self._profile is None or step != self._last:
+            return
+        name = f"steps_{self._first}_to_{step}_rank_{self._world.rank}"
+        try:
+            on_cuda = self._world.device.type == "cuda"
+            if on_cuda:
+                torch.cuda.synchronize(self._world.device)
+            self._profile.stop()
+            self._folder.mkdir(exist_ok=True)
+            self._profile.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
+            if on_cuda:
+                torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}_memory.pickle"))
+                torch.cuda.memory._record_memory_history(enabled=None)
+            self._say(f"step {step:>6}  profiled: {self._folder}/{name}.json.gz")
+        except (OSError, RuntimeError) as error:
+            self._say(f"note: --profile: {self._folder} has no trace of rank {self._world.rank}: {error}")
+        self._profile = None
+
+
 def open_logger(
     folder: RunFolder,
     inputs: Inputs,
