@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from model_config import ModelConfig, ModelConfigError
+from ops.rope_scaling import ntk_theta, rope_type
 
 MODEL_TYPE: str = "modernbert"
 TRANSFORMERS_CLASS: str = "ModernBertForMaskedLM"
@@ -91,15 +92,17 @@ def native_problem(config: ModelConfig) -> str:
     other = [f"{key} {value!r}" for key, value in config.to_dict().items() if key not in known and same[key] != value]
     if other:
         return f"it has {', '.join(other)}, where ModernBERT differs"
-    if config.rope_scaling is not None and config.rope_scaling.get("rope_type", "") == "ntk":
-        return 'it has rope_scaling "ntk", for which transformers has no name'
     return ""
 
 
 def native_configuration(config: ModelConfig) -> dict[str, Any]:
     """config.json of ModernBertForMaskedLM, where `native_problem` knows none; without ids of special tokens."""
     rotary = [config.rotary(layer) for layer in range(config.num_hidden_layers)]
-    everywhere = {"rope_theta": config.rope_theta, **(config.rope_scaling or {"rope_type": "default"})}
+    everywhere = {"rope_theta": config.rope_theta, "rope_type": "default"}
+    if config.rope_scaling is not None and rope_type(config.rope_scaling) == "ntk":  # there another base
+        everywhere["rope_theta"] = ntk_theta(config.head_dim, config.rope_theta, config.rope_scaling["factor"])
+    elif config.rope_scaling is not None:
+        everywhere |= {**config.rope_scaling, "rope_type": rope_type(config.rope_scaling)}
     local = {"rope_theta": config.local_rope_theta or config.rope_theta, "rope_type": "default"}
     return {
         "architectures": [TRANSFORMERS_CLASS],
@@ -112,7 +115,7 @@ def native_configuration(config: ModelConfig) -> dict[str, Any]:
         "rope_parameters": {_FULL: everywhere, _SLIDING: local},
         # Names of before transformers 5, which other programs read.
         "global_attn_every_n_layers": config.global_attn_every_n_layers,
-        "global_rope_theta": config.rope_theta,
+        "global_rope_theta": everywhere["rope_theta"],
         "local_rope_theta": local["rope_theta"],
     }
 

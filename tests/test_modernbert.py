@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from export import from_huggingface, to_huggingface
 from export.load_model import load_model
 from export.modernbert import native_configuration, read_configuration
 from model import ModelConfigError
+from ops.rope_scaling import ntk_theta
 
 LENGTH = 40
 
@@ -94,6 +96,8 @@ def test_configurations_of_before_transformers_5():
     preset = json.loads((Path(__file__).parents[1] / "configs" / "modernbert_base.json").read_text())
     assert config.to_dict().items() >= preset.items()
     assert read_configuration(native_configuration(config)) == config
+    longer = dataclasses.replace(config, rope_scaling={"type": "ntk", "factor": 4.0})
+    assert read_configuration(native_configuration(longer)).rotary(0).theta == ntk_theta(64, 160000.0, 4.0)
 
 
 @pytest.mark.parametrize(
