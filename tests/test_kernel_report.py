@@ -70,6 +70,17 @@ def test_base_runs_with_all_kernels_on(monkeypatch: pytest.MonkeyPatch, name: st
         ),
         ({"intermediate_size": 2624}, "feed-forward norm", "rows of 2624 features cannot be shared out"),
         (
+            {"norm_weight": True},
+            "gate norm, feed-forward norm",
+            "norms are layer_norm with weights, pre, and hidden_act",
+        ),
+        (
+            {"norm": "rms_norm"},
+            "residual, gate norm, feed-forward norm",
+            "norms are rms_norm, pre, and hidden_act gelu",
+        ),
+        ({"hidden_act": "silu"}, "feed-forward norm", "norms are layer_norm, pre, and hidden_act silu"),
+        (
             {"vocab_size": 50257},
             "loss",
             "vocab_size is 50,257 and not a multiple of 8 (about 5 to 10 % more time a step)",

@@ -15,7 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model import LTGBert, ModelConfig
 from model_extra import build_model
+from ops.cross_entropy import target_scores
 from training.checkpoint import locate
+from training.forward_backward import compile_layers
 
 SIX = SIZES | {"num_attention_heads": 6, "head_dim": 8, "num_key_value_heads": 2}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -169,6 +171,31 @@ def test_floating_point_operations_are_those_of_the_products(name: str):
     # A third is the forward pass. Attention itself, left out by rows of no length, is passed over by the counter, too.
     estimate = model.flops_per_token(model.config, 0, 1.0) / 3 * ids.numel()
     assert counter.get_total_flops() == pytest.approx(estimate, rel=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_on_cuda_are_those_on_the_cpu(name: str):
+    """bf16 through the kernels that take the shape, and compiled; ids that fill up the vocabulary cost nothing."""
+    sizes = SIZES | {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 64, "num_key_value_heads": 2}
+    model, ids = shaped(SHAPES[name], sizes), torch.randint(5, 60, (4, 40), generator=torch.Generator().manual_seed(1))
+    inputs = ids, torch.arange(40).expand(4, 40) // 15, torch.tensor([True, False, False, True])
+    with torch.no_grad():
+        expected = model(*inputs).flatten(0, 1)
+        scores = target_scores(expected, ids.flatten())
+    model.cuda()
+    for compiled in (False, True):
+        if compiled:
+            compile_layers(model)
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(*(tensor.cuda() for tensor in inputs)).flatten(0, 1)
+        found = target_scores(logits, ids.flatten().cuda())
+        assert (logits.cpu() - expected)[:, :60].norm() < 0.05 * expected[:, :60].norm()
+        torch.testing.assert_close(found[0].cpu(), scores[0], rtol=0.1, atol=0.2)
+        model.zero_grad()
+        found[0].mean().backward()
+        assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
 
 
 TRAINED = SHAPES["sandwich"] | {
