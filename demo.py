@@ -43,6 +43,7 @@ MASKED_ROWS = {"hybrid": 1, "masked": 4, "causal": 0}  # of four, by run
 GAPS = {
     "stories": (
         "The women that the mouse follows <mask>.",
+        "There are two big <mask> near the river.",
         "The girl behind the boys sees <mask>.",
         "Lucy finds the keys. She likes <mask>.",
     ),
@@ -52,7 +53,8 @@ PROMPTS = {
     "stories": ("Yesterday Anna", "There are three small", "The dog near the boys"),
     "docstrings": ("Return the", "This function is", "The value of the"),
 }
-NEWS = re.compile(r"step +\d+  (minimal pairs .*|.*valid.*)")  # lines of a training that the demo passes on
+# The lines of a training that the demo passes on: scores of minimal pairs, without them held-out losses.
+NEWS = {True: re.compile(r"step +\d+  zero-shot"), False: re.compile(r"step +\d+  validation loss")}
 
 
 class DemoError(Exception):
@@ -286,7 +288,7 @@ def call(commands: Sequence[tuple[str, ...]], logs: Sequence[Path] = ()) -> None
     try:
         for command, log in zip(commands, logs or [None] * len(commands), strict=True):
             processes.append(start(command, log, len(commands)))
-        listen(processes, logs)
+        listen(processes, logs, NEWS["--evaluate_data" in commands[0]])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -312,8 +314,8 @@ def start(command: tuple[str, ...], log: Path | None, beside: int) -> subprocess
         return subprocess.Popen([sys.executable, *command], env=environment, stdout=file, stderr=subprocess.STDOUT)
 
 
-def listen(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> None:
-    """Wait for commands, and pass on what is new in their logs."""
+def listen(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], news: re.Pattern[str]) -> None:
+    """Wait for commands, and pass on new lines of their logs that are news."""
     if not logs:
         for process in processes:
             process.wait()
@@ -325,7 +327,7 @@ def listen(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -
         for number, log in enumerate(logs):
             lines = log.read_text(errors="replace").splitlines()
             for line in lines[seen[number] :]:
-                if NEWS.match(line):
+                if news.match(line):
                     print(f"      {log.stem:<7} {line}", flush=True)
             seen[number] = len(lines)
         time.sleep(0.2 * running)

@@ -2,9 +2,9 @@
 
     python report/demo_page.py runs/hybrid runs/masked runs/causal --pairs pairs/ --before before/ -o index.html
 
-A chart for each mode of scoring minimal pairs (for each held-out loss where there are none), one table, what the models
-write and fill in before and after, and what was held out. Every figure comes from the runs' files, and whether the
-first run wins is said as it is. The terminal gets the same in short.
+A chart for each mode of scoring minimal pairs and each held-out loss, one table, what the models write and fill in
+before and after, and what was held out. Every figure comes from the runs' files, and whether the first run wins is said
+as it is. The terminal gets the same in short.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 from data.atomic_io import json_objects, write_atomically
 from data.cli import Parser
-from report.charts import Chart, is_set, objective_charts, pair_names, rounded_line, run_colour, spoken
+from report.charts import Chart, is_set, pair_names, rounded_line, run_colour, spoken
 from report.metrics import ReportError, objectives
 from report.page import body, document_with_charts, figure, page_data, pair_table, swatch, toolbar
 from report.runs import Run, pair_keys, pairs_in_files, read_runs
@@ -105,24 +105,39 @@ def measures(runs: list[Run], before: dict[tuple[str, str], float]) -> list[Meas
     return found
 
 
-def verdict(runs: list[Run], found: Sequence[Measure]) -> str:
-    """Where the first run is ahead, level with the best, or behind: in pairs, or in losses where there are none."""
-    kind = found[0].kind if found else ""
-    groups: dict[str, list[str]] = {"is ahead in": [], "is level with the best in": [], "is behind in": []}
-    for measure in (each for each in found if each.kind == kind):
-        gains = {n: gain for n in range(1, len(runs)) if (gain := measure.gain(0, n)) is not None}
-        if not gains:
-            continue
-        rival = min(gains, key=lambda n: gains[n])
-        level, gain = _LEVEL[kind], gains[rival]
-        outcome = list(groups)[0 if gain > level else 2 if gain < -level else 1]
-        own, other = measure.text(measure.values[0]), measure.text(measure.values[rival])
-        groups[outcome].append(f"{measure.name} ({own} against {other} of {runs[rival].name})")
-    said = [f"{outcome} {', '.join(names)}" for outcome, names in groups.items() if names]
-    if not said:
-        return ""
-    what = "minimal pairs right, in percent, by mode of scoring" if kind == "pairs" else "held-out losses"
-    return f"Of {what}: {runs[0].name} {'; it '.join(said)}."
+def verdict(runs: list[Run], found: Sequence[Measure]) -> list[str]:
+    """How far each run is behind at worst, then where the first is ahead, level with the best, or behind."""
+    said = [at_worst(runs, found)]
+    for kind, what in (("pairs", "minimal pairs right, in percent"), ("loss", "held-out losses")):
+        groups: dict[str, list[str]] = {"is ahead in": [], "is level with the best in": [], "is behind in": []}
+        for measure in (each for each in found if each.kind == kind):
+            gains = {n: gain for n in range(1, len(runs)) if (gain := measure.gain(0, n)) is not None}
+            if not gains:
+                continue
+            rival, worst = min(gains, key=lambda n: gains[n]), max(gains, key=lambda n: gains[n])
+            outcome = list(groups)[0 if gains[rival] > _LEVEL[kind] else 2 if gains[rival] < -_LEVEL[kind] else 1]
+            shown = [f"{measure.text(measure.values[n])} of {runs[n].name}" for n in dict.fromkeys((rival, worst))]
+            own = measure.text(measure.values[0])
+            groups[outcome].append(f"{measure.name.removesuffix(' loss')} ({own} against {' and '.join(shown)})")
+        parts = [f"{outcome} {', '.join(names)}" for outcome, names in groups.items() if names]
+        if parts:
+            said.append(f"Of {what}: {runs[0].name} {'; it '.join(parts)}.")
+    return list(filter(None, said))
+
+
+def at_worst(runs: list[Run], found: Sequence[Measure]) -> str:
+    """By how much each run is behind the best of all, where it is worst; "" for a run alone."""
+    parts = []
+    for n, run in enumerate(runs):
+        behind = {"pairs": [0.0], "loss": [0.0]}
+        for measure in found:
+            behind[measure.kind] += [
+                -gain for other in range(len(runs)) if (gain := measure.gain(n, other)) is not None
+            ]
+        shown = [f"{100 * max(behind['pairs']):.1f} points"] if any(m.kind == "pairs" for m in found) else []
+        parts.append(f"{run.name} by {' and '.join([*shown, format(max(behind['loss']), '.2f') + ' nats'])}")
+    text = "Behind the best of them in the worst case, in minimal pairs and held-out losses: "
+    return f"{text}{', '.join(parts)}." if len(runs) > 1 else ""
 
 
 def in_short(runs: list[Run], found: Sequence[Measure]) -> list[str]:
@@ -132,7 +147,7 @@ def in_short(runs: list[Run], found: Sequence[Measure]) -> list[str]:
     width = max(len(name) for name, _ in rows)
     lines = [" " * width + "".join(f"  {m.name:>12}" for m in found)]
     lines += [f"{name:<{width}}" + "".join(f"  {cell:>12}" for cell in cells) for name, cells in rows]
-    lines += ["", *textwrap.wrap(verdict(runs, found), 110), ""]
+    lines += [""] + [line for text in verdict(runs, found) for line in textwrap.wrap(text, 110)] + [""]
     for step in sample_steps(runs[0]):
         lines.append(f"{runs[0].name}, step {step}:")
         for sample in samples_at(runs[0], step):
@@ -165,7 +180,9 @@ def demo_page(runs: list[Run], before: dict[tuple[str, str], float], pairs: dict
     steps = f"{runs[0].step:,} steps each from the same weights, on the same text" if len(runs) > 1 else ""
     top = (
         "<header><p class='kicker'>make demo</p><h1>Hybrid, masked and causal training</h1>"
-        f"<p class='lead'>{html.escape(verdict(runs, found))}</p><p class='lead'>{names}: {steps}.</p></header>"
+        f"<p class='lead'>{names}: {steps}.</p>"
+        + "".join(f"<p class='lead'>{html.escape(text)}</p>" for text in verdict(runs, found))
+        + "</header>"
     )
     links = [(name, heading) for name, heading, _ in parts]
     return document_with_charts(
@@ -174,7 +191,7 @@ def demo_page(runs: list[Run], before: dict[tuple[str, str], float], pairs: dict
 
 
 def mode_charts(runs: list[Run], before: dict[tuple[str, str], float]) -> list[Chart]:
-    """A chart for each mode of scoring with a line for each run, from the untrained weights on; else of the losses."""
+    """A chart for each mode of scoring, from the untrained weights on, and for each held-out loss: a line a run."""
     modes, names = pair_names(runs)
     charts: list[Chart] = []
     for name in filter(is_set, names):
@@ -189,7 +206,14 @@ def mode_charts(runs: list[Run], before: dict[tuple[str, str], float]) -> list[C
             charts.append(
                 {"id": f"mode_{len(charts)}", "title": title, "lines": [x for x in lines if x["s"]], **options}
             )
-    return charts or objective_charts(runs, "loss", "loss", format="loss", unit="nats per target")
+    for objective in objectives(run.metrics for run in runs):
+        lines = []
+        for n, run in enumerate(runs):
+            series = run.metrics.series.get(f"valid/ema_{objective}_loss", {})
+            lines.append(rounded_line(series, n, run_colour(n), objective))
+        title, lines = f"Held-out {objective} loss", [line for line in lines if line["s"]]
+        charts.append({"id": f"mode_{len(charts)}", "title": title, "lines": lines, "format": "loss", "small": False})
+    return [chart for chart in charts if chart["lines"]]
 
 
 def compared(runs: list[Run], found: Sequence[Measure], charts: list[Chart], pairs: int) -> str:
@@ -259,10 +283,10 @@ def held_out(pairs: dict[str, list[dict[str, Any]]]) -> str:
             good, bad = str(pair.get("sentence_good", "")), str(pair.get("sentence_bad", ""))
             rows.append([escape(spoken(name)), escape(good), escape(bad), escape(pair.get("held_out", ""))])
     text = (
-        "<p class='muted'>No sentence of the stories has both words of a combination in the last column, in any form. "
-        "What makes a sentence right or wrong is such a combination: memory of the text alone decides no pair.</p>"
+        "<p class='muted'>No sentence of the stories is made of the content words in the last column, in any form and "
+        "order; of a text of two sentences that is so for the first.</p>"
     )
-    return text + table(["Phenomenon", "Right", "Wrong", "Never in one sentence"], rows) if rows else ""
+    return text + table(["Phenomenon", "Right", "Wrong", "Words that no sentence had"], rows) if rows else ""
 
 
 if __name__ == "__main__":

@@ -280,7 +280,8 @@ def test_demo_page_says_where_the_first_run_is_ahead_level_and_behind(tmp_path, 
     told, shown = capsys.readouterr().out, text_of((tmp_path / "x.html").read_text())
     verdict = (
         "hybrid is ahead in causal (80.0 against 60.0 of masked); it is level with the best in masked (90.0 against "
-        "91.0 of masked); it is behind in fused (90.0 against 100.0 of masked)."
+        "91.0 of masked); it is behind in fused (90.0 against 100.0 of masked). Of held-out losses: hybrid is level "
+        "with the best in masked (4.000 against 4.000 of masked), causal (4.000 against 4.000 of masked)."
     )
     for text in (" ".join(told.split()), shown):
         assert verdict in text
