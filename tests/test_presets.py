@@ -41,7 +41,7 @@ def preset(name: str) -> ModelConfig:
 
 
 def test_every_preset_is_checked():
-    assert PUBLISHED.keys() | {"tiny", "large"} == {path.stem for path in CONFIGS.glob("*.json")}
+    assert PUBLISHED.keys() | {"demo", "tiny", "large"} == {path.stem for path in CONFIGS.glob("*.json")}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
