@@ -12,7 +12,7 @@ from helpers.foreign_tokenizers import write_tokenizer
 from helpers.tiny_runs import make_inputs
 from tokenizers import Tokenizer
 
-from evaluation import finetune, generation
+from evaluation import finetune, finetune_grid, generation
 from evaluation.finetune_data import read_task
 from evaluation.finetune_embeddings import contrastive_loss, embedding_measures
 from evaluation.finetune_forms import encode, loss_of
@@ -20,6 +20,7 @@ from evaluation.finetune_model import TaskModel, pad
 from evaluation.finetune_superglue import answer_credit, grouped_measures
 from evaluation.finetune_tags import entities, first_pieces, row_pieces, tag_measures
 from evaluation.finetune_task import Examples, Task, TaskError, find_tasks, split
+from evaluation.finetune_training import Finetuner, Settings
 from model import ModelConfig
 from model_extra import build_model
 
@@ -355,3 +356,59 @@ def test_every_form_is_learned_by_the_command_and_answers_its_server(inputs, tok
     blocks = (tmp_path / "answers" / "ner.conll").read_text().rstrip("\n").split("\n\n")
     words = [[line.split("\t")[0] for line in block.split("\n")] for block in blocks]
     assert words == [each["tokens"] for each in tagged[60:]]
+
+
+def test_a_grid_is_joined_by_the_held_out_scores_alone(tmp_path, capsys):
+    def job(rate: float, seed: int, held_out: float, score: float, model: str = "runs/a") -> Path:
+        measures = {"accuracy": {"mean": score, "deviation": None, "values": [score]}}
+        entry = {
+            "metric": "accuracy", "score": score, "measures": measures, "simplest": 0.5, "seeds": [seed], "epochs": 3,
+            "learning_rate": rate, "held_out_score": held_out, "train_examples": 10, "valid_examples": 5,
+        }  # fmt: skip
+        path = tmp_path / f"{rate}_{seed}_{model[-1]}.json"
+        path.write_text(json.dumps({"model": model, "ema": True, "tasks": {"rte": entry}, "average": score}))
+        return path
+
+    files = [job(1e-4, 0, 0.9, 0.6), job(1e-4, 1, 0.6, 0.7), job(3e-5, 0, 0.7, 0.9), job(3e-5, 1, 0.7, 0.8)]
+    output = tmp_path / "joined.json"
+    assert finetune_grid.main([*map(str, files), "--output", str(output)]) == 0
+    found = json.loads(output.read_text())["tasks"]["rte"]
+    assert (found["learning_rate"], found["seeds"]) == (1e-4, [0, 1])  # held out 0.75 against 0.7
+    assert found["score"] == pytest.approx(0.65)
+    assert found["measures"]["accuracy"]["deviation"] == pytest.approx(np.std([0.6, 0.7], ddof=1))
+    assert found["held_out_by_rate"] == {"0.0001": pytest.approx(0.75), "3e-05": pytest.approx(0.7)}
+    assert "65.0" in capsys.readouterr().out
+    assert finetune_grid.main([str(files[0]), str(files[0])]) == 2
+    assert "task rte with rate 0.0001 and seed 0 is there twice" in capsys.readouterr().err
+    assert finetune_grid.main([str(files[0]), str(job(1e-4, 2, 0.9, 0.6, "runs/b"))]) == 2
+    assert "is of model runs/b (ema True), and the first of runs/a" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", ["tags", "words", "embeddings", "choices"])
+def test_forms_on_cuda_in_bf16_are_repeatable(inputs, tokenizer, form):
+    config = dataclasses.replace(ModelConfig.from_json(inputs / "model.json"), hidden_size=64)
+    texts = {
+        "tags": [tuple(words) for words in sentences(48)],
+        "words": [("the dog", "dog tree")] * 48,
+        "embeddings": [("the dog", "dog"), ("tree", "old tree")] * 24,
+        "choices": [("the dog", "sees", "tree")] * 48,
+    }[form]
+    labels = np.arange(48) % 2
+    if form == "tags":
+        labels = np.empty(48, dtype=object)
+        labels[:] = [np.array([int(word == "cat") for word in words]) for words in texts]
+    places = dict(zip(("start1", "end1", "start2", "end2"), (4, 7, 0, 3), strict=True))
+    examples = Examples(texts, labels, None, [places] * 48)
+    task = Task("t", () if form == "embeddings" else ("O", "B-A"), 1, "accuracy", examples, examples, form)
+    settings = Settings((3e-3,), 2, 8, 64, 1, 1, 0, 0.2, 0.01, 0.1, 1.0, True)
+    weights = []
+    for _ in range(2):
+        encoder = build_model(config, torch.Generator().manual_seed(0)).cuda()
+        finetuner = Finetuner(encoder, tokenizer, settings)
+        rows = finetuner.encode(examples, task)
+        (found,) = finetuner.train(task, rows, rows, 3e-3, 2, seed=0, last_only=True)
+        assert 0 <= found["accuracy"] <= 1
+        weights.append(encoder.transformer.mlp_layers[0].mlp["1"].weight.detach().cpu())
+    assert torch.equal(*weights)
