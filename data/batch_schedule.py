@@ -14,24 +14,6 @@ from functools import cached_property
 import numpy as np
 
 
-def rows_at(step: int, max_steps: int, global_batch_size: float, batch_reduction: float) -> int:
-    """Rows in the global batch at `step` (published batch-size schedule).
-
-    global_batch_size: rows at the end of the run, were they as long as those at `step`.
-    """
-    return int(_unrounded_rows(step / max_steps, global_batch_size, batch_reduction))
-
-
-def _unrounded_rows(x, size, reduction: float):
-    """Of numbers or arrays: rows and a half at the fraction `x` of the run; the integer below is the batch's rows."""
-    return size / reduction * (1 - x) + size * x + 0.5
-
-
-def length_factor_at(step: int, max_steps: int, milestones: tuple[float, ...]) -> int:
-    """By how much rows are longer than seq_length at `step`: 1, 2, 4, ... (published sequence-length schedule)."""
-    return 2 ** sum((step + 1) / max_steps >= milestone for milestone in milestones)
-
-
 @dataclass(frozen=True)
 class BatchSchedule:
     """How many rows of how many tokens each step of a run has. Units: rows, tokens, optimizer steps.
@@ -54,8 +36,8 @@ class BatchSchedule:
     @cached_property
     def rows(self) -> np.ndarray:
         """Rows of each step, int64 [max_steps]."""
-        x = np.arange(self.max_steps) / self.max_steps
-        return _unrounded_rows(x, self.global_batch_size / self.factors, self.batch_reduction).astype(np.int64)
+        x, size = np.arange(self.max_steps) / self.max_steps, self.global_batch_size / self.factors
+        return (size / self.batch_reduction * (1 - x) + size * x + 0.5).astype(np.int64)
 
     @cached_property
     def token_sums(self) -> np.ndarray:

@@ -19,35 +19,23 @@ suite=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ $# -ge 3 ] || { echo "usage: $0 TEXTS CODE OUTPUT [flags of train_single_gpu.py]" >&2; exit 2; }
 texts=$1 code=$2 out=$3
 shift 3
-MODEL=${MODEL:-$suite/configs/small.json} VOCABULARY=${VOCABULARY:-8192}
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     [ ! -x "$suite/.venv/bin/python" ] || PYTHON=$suite/.venv/bin/python
 fi
-mkdir -p "$out"
+export PYTHON
 
-# 1. Vocabulary, with a table of tokens a word (above 2 the vocabulary is small for the language), and shards: a fiftieth
-#    of the documents is held out.
-[ -f "$out/tokenizer.json" ] || "$PYTHON" "$suite/preprocessing/train_tokenizer.py" \
-    --input "$texts" --output "$out/tokenizer.json" --vocab_size "$VOCABULARY" --report "$out/vocabulary.json"
-"$PYTHON" "$suite/preprocessing/tokenize_corpus.py" --input "$texts" --output "$out/shards" \
-    --tokenizer_path "$out/tokenizer.json" --validation_fraction 0.02
+# 1. Vocabulary, with a table of tokens a word (above 2 the vocabulary is small for the language), token shards and a model
+#    of that vocabulary.
+"$suite/examples/prepare.sh" "$texts" "$out" --report "$out/vocabulary.json"
 
-# 2. The model, with the tokenizer's vocabulary.
-"$PYTHON" - "$MODEL" "$out/tokenizer.json" >"$out/model.json" <<'END'
-import json, sys
-from tokenizers import Tokenizer
-config = json.load(open(sys.argv[1]))
-print(json.dumps({**config, "vocab_size": Tokenizer.from_file(sys.argv[2]).get_vocab_size()}, indent=2))
-END
-
-# 3. Training: masked and causal rows one to one, so many epochs, a checkpoint for good after each.
+# 2. Training: masked and causal rows one to one, so many epochs, a checkpoint for good after each.
 "$PYTHON" "$suite/train_single_gpu.py" --recipe "$suite/configs/recipes/ten_epochs.json" --max_epochs "${EPOCHS:-10}" \
     --train_path "$out/shards/train" --valid_path "$out/shards/validation" --config_file "$out/model.json" \
     --tokenizer_path "$out/tokenizer.json" --output_dir "$out/runs" --name "$code" \
     --save_epochs "1..${EPOCHS:-10}/1" --save_weights_only "$@"
 
-# 4. What it has learnt, by the averaged weights, and the folder to publish: each epoch is a revision.
+# 3. What it has learnt, by the averaged weights, and the folder to publish: each epoch is a revision.
 run=$out/runs/$code
 "$PYTHON" "$suite/evaluation/perplexity.py" "$run" --ema --data "$out/shards/validation" --output "$out/perplexity.json"
 [ -z "${PAIRS:-}" ] || "$PYTHON" "$suite/evaluation/minimal_pairs.py" "$run" --ema --data "$PAIRS" --output "$out/pairs.json"

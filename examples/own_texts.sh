@@ -13,33 +13,21 @@ suite=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ $# -ge 2 ] || { echo "usage: $0 TEXTS OUTPUT [flags of train_single_gpu.py]" >&2; exit 2; }
 texts=$1 out=$2
 shift 2
-MODEL=${MODEL:-$suite/configs/small.json} VOCABULARY=${VOCABULARY:-8192}
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     [ ! -x "$suite/.venv/bin/python" ] || PYTHON=$suite/.venv/bin/python
 fi
-mkdir -p "$out"
+export PYTHON
 
-# 1. Texts to token shards, one document in fifty held out.
-[ -f "$out/tokenizer.json" ] || "$PYTHON" "$suite/preprocessing/train_tokenizer.py" \
-    --input "$texts" --output "$out/tokenizer.json" --vocab_size "$VOCABULARY"
-"$PYTHON" "$suite/preprocessing/tokenize_corpus.py" --input "$texts" --output "$out/shards" \
-    --tokenizer_path "$out/tokenizer.json" --validation_fraction 0.02
+# 1. Vocabulary, token shards and a model of that vocabulary.
+"$suite/examples/prepare.sh" "$texts" "$out"
 
-# 2. The model's vocabulary is the tokenizer's, which is smaller than asked for where the texts are short.
-"$PYTHON" - "$MODEL" "$out/tokenizer.json" >"$out/model.json" <<'END'
-import json, sys
-from tokenizers import Tokenizer
-config = json.load(open(sys.argv[1]))
-print(json.dumps({**config, "vocab_size": Tokenizer.from_file(sys.argv[2]).get_vocab_size()}, indent=2))
-END
-
-# 3. Training: fifteen rows in sixteen masked, one causal.
+# 2. Training: fifteen rows in sixteen masked, one causal.
 "$PYTHON" "$suite/train_single_gpu.py" --recipe "$suite/configs/recipes/h200_8_minutes.json" \
     --train_path "$out/shards/train" --valid_path "$out/shards/validation" \
     --config_file "$out/model.json" --tokenizer_path "$out/tokenizer.json" --output_dir "$out/runs" --name own "$@"
 
-# 4. What it has learnt, by the averaged weights.
+# 3. What it has learnt, by the averaged weights.
 run=$out/runs/own
 "$PYTHON" "$suite/evaluation/perplexity.py" "$run" --ema --data "$out/shards/validation" --output "$out/perplexity.json"
 "$PYTHON" "$suite/evaluation/fill_mask.py" "$run" --ema --text "The <mask> was not there."

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.batch_schedule import BatchSchedule, length_factor_at, rows_at
+from data.batch_schedule import BatchSchedule
 from data.corpus import Corpus
 from data.plan import DataPlan
 from data.positions import (
@@ -81,13 +81,10 @@ def test_ranges_of_amounts_and_the_names_of_checkpoints():
 
 @given(SCHEDULES)
 def test_the_batch_schedule_is_that_of_single_steps(schedule):
-    steps = range(schedule.max_steps)
-    factors = [length_factor_at(step, schedule.max_steps, schedule.milestones) for step in steps]
-    sizes = [schedule.global_batch_size / factor for factor in factors]
-    assert schedule.factors.tolist() == factors
-    assert schedule.rows.tolist() == [
-        rows_at(step, schedule.max_steps, size, schedule.batch_reduction) for step, size in enumerate(sizes)
-    ]
+    for step, (rows, factor) in enumerate(zip(schedule.rows.tolist(), schedule.factors.tolist(), strict=True)):
+        assert factor == 2 ** sum((step + 1) / schedule.max_steps >= each for each in schedule.milestones)
+        size, x = schedule.global_batch_size / factor, step / schedule.max_steps
+        assert rows == int(size / schedule.batch_reduction * (1 - x) + size * x + 0.5)
 
 
 @given(SCHEDULES, st.integers(0, 40_000), st.integers(1, 3000), st.fractions(Fraction(1, 9), 2, max_denominator=40))
