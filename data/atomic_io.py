@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -102,3 +103,12 @@ def allow_open_files(number: int) -> int:
     with suppress(OSError, ValueError):  # a system with a limit of its own: the present one may do
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + number, most), hard))
     return number if number + _OTHER_FILES <= most else max(1, (most - _OTHER_FILES) // 2)
+
+
+def sha256_file(path: str | Path) -> str:
+    """SHA-256 of a file in hex, read in blocks."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

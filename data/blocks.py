@@ -20,6 +20,8 @@ import numpy as np
 
 from data.counter_rng import Permutation, fold
 from data.documents import Documents, Walk, ranges
+from data.remote_shards import fetch_all
+from data.shards import ShardError
 
 _WALK = -3  # purpose of the key that orders the blocks of a sampled source
 _MOST_BOUNDARIES = 1 << 24  # of documents that are remembered, 4 bytes each
@@ -148,14 +150,18 @@ class Blocks:
 
     def read_ahead(self, blocks: Iterable[int]) -> None:
         """Have the tokens of blocks read into memory without waiting for them; may run in a thread of its own."""
-        for block in blocks:
-            shard_number, local = (int(each[0]) for each in self._place(np.array([block])))
+        wanted, locals_ = self._place(np.fromiter(blocks, np.int64))
+        remote = [self._documents.shards[number] for number in dict.fromkeys(wanted.tolist())]
+        with suppress(ShardError):  # said where the shard is read
+            fetch_all([shard for shard in remote if shard.remote is not None])
+        for shard_number, local in zip(wanted.tolist(), locals_.tolist(), strict=True):
             shard = self._documents.shards[shard_number]
             share = shard.num_tokens / max(1, int(self._shard_lengths[shard_number]))  # of tokens that are stored
             first, count = int(local * self._size * share), int(self._size * share) + 1
             with suppress(OSError):  # what is wrong is said where it is read
                 descriptor = os.open(shard.path, os.O_RDONLY)
                 try:
-                    os.posix_fadvise(descriptor, *shard.bytes_of(first, count), os.POSIX_FADV_WILLNEED)
+                    begin, length = shard.bytes_of(first, count)
+                    os.posix_fadvise(descriptor, begin, length, os.POSIX_FADV_WILLNEED)
                 finally:
                     os.close(descriptor)

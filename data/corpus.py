@@ -15,6 +15,7 @@ from data.documents import Documents
 from data.epochs import Epochs, Stage
 from data.mix import CorpusError, MixStage, Source, plain_mix, read_mix
 from data.positions import Exposure
+from data.remote_shards import RemoteFile, ShardCache
 from data.shard_paths import find_shards
 from data.shards import Shard, ShardError, open_shard
 
@@ -28,6 +29,7 @@ class Corpus(Documents):
     seed: of the samples that fractions of a source are.
     order: of epochs that are made of blocks; None: of documents.
     trusted: take manifests at their word, as other processes of a run may where one checks all files.
+    cache: of remote shards.
     Raises CorpusError or ShardError, each a sentence naming the file.
     """
 
@@ -41,6 +43,7 @@ class Corpus(Documents):
         seed: int = 0,
         order: BlockOrder | None = None,
         trusted: bool = False,
+        cache: ShardCache | None = None,
     ):
         as_path = Path(path)
         is_mix = as_path.suffix == ".json" and as_path.is_file()
@@ -49,12 +52,14 @@ class Corpus(Documents):
         counts: list[int] = []
         words: list[int] = []
         for source in self.mix.sources:
-            found = _open_source(source.path, tokenizer_hash, trusted)
+            found = _open_source(source.path, tokenizer_hash, trusted, cache)
             counts.append(sum(shard.num_documents for shard in found))
             words.append(sum(s.words for s in found) if all(s.words for s in found if s.num_tokens) else 0)
             shards += found
         if not trusted:
             _refuse_twice(path, shards)
+        if cache is not None:
+            _refuse_small(path, shards, cache, order)
         hashes = {shard.tokenizer_hash for shard in shards}
         if len(hashes) > 1:
             raise CorpusError(
@@ -154,16 +159,30 @@ class Corpus(Documents):
         return digest.hexdigest()
 
 
-def _open_source(path: str, tokenizer_hash: str | None, trusted: bool) -> list[Shard]:
+def _open_source(path: str, tokenizer_hash: str | None, trusted: bool, cache: ShardCache | None) -> list[Shard]:
     """The shards of a source. Raises CorpusError where they hold nothing."""
     shards = [
         found.shard or open_shard(found.path, tokenizer_hash, found.sha256, scattered=True, words=found.words)
-        for found in find_shards(path, trusted)
+        for found in find_shards(path, trusted, cache)
     ]
     if not any(shard.num_tokens for shard in shards):
         what = "tokens, its documents are empty" if any(shard.num_documents for shard in shards) else "documents"
         raise CorpusError(f"{path}: holds no {what}; check the input of preprocessing/tokenize_corpus.py")
     return shards
+
+
+def _refuse_small(path: str | Path, shards: list[Shard], cache: ShardCache, order: BlockOrder | None) -> None:
+    """Refuse a cache that does not hold what is in use at once. Raises CorpusError."""
+    sizes = sorted((shard.remote.bytes for shard in shards if isinstance(shard.remote, RemoteFile)), reverse=True)
+    if order is not None:  # windows of two objectives, these and the next, whose blocks may all lie in other shards
+        tokens = max((shard.num_tokens for shard in shards), default=1)
+        sizes = sizes[: 4 * -(-3 * order.window // (2 * min(order.size, max(1, tokens))))]
+    if sum(sizes) > cache.gigabytes * 1e9:
+        remedy = "" if order is None else "lower --shuffle_tokens, make --block_tokens as large as a shard, or "
+        raise CorpusError(
+            f"{path}: up to {sum(sizes) / 1e9:,.1f} GB of its shards are in use at once, more than --data_cache_gb "
+            f"{cache.gigabytes:g}; {remedy}raise it" + " or take --order blocks" * (order is None)
+        )
 
 
 def _refuse_twice(path: str | Path, shards: list[Shard]) -> None:

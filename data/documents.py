@@ -172,6 +172,8 @@ class Documents:
                 oldest = next(iter(self._opened))
                 del self._opened[oldest]
                 self.shards[oldest].close()
+        if shard.remote is not None and not shard.path.exists():  # it made room in the cache
+            shard.close()
         shard.check_size()
         return shard
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from data.cli import closest
 from data.positions import Position, PositionError, parse_position
+from data.remote_shards import is_remote
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _SPLITS = ("train", "validation", "shards")  # folders that say nothing of what is in them
@@ -196,7 +197,8 @@ def _read_source(path: Path, where: str, given: Any, by: str, limit: float | Non
     if not isinstance(name, str) or (name and not _NAME.fullmatch(name)):
         raise CorpusError(f'{where}: "name" is {name!r}; it must be of letters, digits, "_", "." and "-"')
     own = _limit(where, given)
-    return MixSource(str(path.parent / given["path"]), name, amount, limit if own is None else own)
+    where_it_is = given["path"] if is_remote(given["path"]) else str(path.parent / given["path"])
+    return MixSource(where_it_is, name, amount, limit if own is None else own)
 
 
 def _name_of(path: str) -> str:

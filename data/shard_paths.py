@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import glob
 import re
+from dataclasses import replace
 from fnmatch import fnmatch
-from functools import cache
+from functools import cache as cached
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data.remote_shards import RemoteFile, ShardCache, is_remote
 from data.shards import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -16,6 +18,7 @@ from data.shards import (
     SHARD_SUFFIX,
     Shard,
     ShardError,
+    is_manifest,
     read_manifest,
     size_without_marks,
     token_dtype,
@@ -35,7 +38,7 @@ class ListedShard(NamedTuple):
     shard: Shard | None = None
 
 
-def find_shards(path: str | Path, trusted: bool = False) -> list[ListedShard]:
+def find_shards(path: str | Path, trusted: bool = False, cache: ShardCache | None = None) -> list[ListedShard]:
     """The shards that `path` names, in order, each with what the manifest says of it.
 
     trusted: another process of this run checks the files of a folder that its manifest lists; here none is looked at.
@@ -44,6 +47,8 @@ def find_shards(path: str | Path, trusted: bool = False) -> list[ListedShard]:
     there is none, if a listed file is missing or has another size, for a shard that is not in the manifest beside it
     or belongs to unfinished work, and for a glob that takes a corpus with the part that was held out of it.
     """
+    if is_remote(path):
+        return _remote_shards(str(path), cache)
     if Path(path).is_dir():
         return _folder_shards(Path(path), trusted)
     if Path(path).is_file():
@@ -51,7 +56,7 @@ def find_shards(path: str | Path, trusted: bool = False) -> list[ListedShard]:
     if not re.search(r"[*?\[]", str(path)):
         raise ShardError(f"{path} does not exist; give a shard folder, a .shard file or a glob in quotes")
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-    entries = cache(_entries)
+    entries = cached(_entries)
     shards: list[ListedShard] = []
     for match in matches:
         if match.is_dir():
@@ -125,6 +130,20 @@ def _check_entry(folder: Path, entry: dict[str, Any]) -> Path:
         found = "is missing" if size is None else f"has {size:,} bytes"
         raise ShardError(f"{path} {found}, but {MANIFEST_NAME} lists it with {entry['bytes']:,} bytes; {REMAKE}")
     return path
+
+
+def _remote_shards(url: str, cache: ShardCache | None) -> list[ListedShard]:
+    if cache is None:
+        raise ShardError(f"{url} is remote; give --data_cache_dir, a folder on this node for copies of its shards")
+    manifest = cache.manifest(url)
+    if not is_manifest(manifest):
+        raise ShardError(f"{url}/{MANIFEST_NAME} is of another format or version; make the folder again")
+    found = []
+    for entry in manifest["shards"]:
+        file = RemoteFile(f"{url.rstrip('/')}/{entry['file']}", entry["bytes"], entry["sha256"], cache)
+        shard = replace(_described(cache.place(url, entry["file"]), entry, manifest), remote=file)
+        found.append(ListedShard(shard.path, shard.sha256, shard.words, shard))
+    return found
 
 
 def _described(path: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> Shard:

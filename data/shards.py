@@ -33,7 +33,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from data.atomic_io import PARTIAL_SUFFIX, sync_folder, write_atomically
+from data.atomic_io import PARTIAL_SUFFIX, sha256_file, sync_folder, write_atomically
 
 SHARD_SUFFIX = ".shard"
 MANIFEST_NAME = "manifest.json"
@@ -101,6 +101,12 @@ class Shard:
     scattered: bool = False  # tokens are read at random: no readahead of what lies around them
     words: int = 0  # as the manifest says; 0 where it is not known
     has_marks: bool = False
+    remote: Any = None  # a data.remote_shards.RemoteFile: where to fetch the file from, if it is not there
+
+    def fetch(self) -> None:
+        """Have the file of a remote shard at `path`. Raises ShardError."""
+        if self.remote is not None:
+            self.remote.fetch(self.path)
 
     @cached_property
     def content_hash(self) -> str:
@@ -124,6 +130,7 @@ class Shard:
 
     @cached_property
     def _map(self) -> mmap.mmap:
+        self.fetch()
         try:
             with open(self.path, "rb") as file:
                 found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -177,6 +184,7 @@ class Shard:
 
     def read_offsets(self, out: np.ndarray) -> None:
         """Read the first token of each document into `out`, int64 [num_documents], without mapping the file."""
+        self.fetch()
         with open(self.path, "rb") as file:
             file.seek(_offsets_start(self.num_tokens, self.dtype))
             if file.readinto(out.view(np.uint8).data) != out.nbytes:
@@ -395,15 +403,6 @@ def describe_shard(path: str | Path, words: int = 0) -> ShardFile:
     return ShardFile(shard.path.name, size, sha256_file(path), shard.num_documents, shard.num_tokens, words)
 
 
-def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file in hex, read in blocks."""
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 # -------------------------------------------------------------------------------------------------------- manifest
 
 
@@ -431,18 +430,20 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         below = [name for name in ("train", "validation") if (path.parent / name / MANIFEST_NAME).is_file()]
         hint = f"did you mean {Path(folder) / below[0]}?" if below else "finish or make it with tokenize_corpus.py"
         raise ShardError(f"{folder} is not a complete shard folder, it has no {MANIFEST_NAME}; {hint}")
-    try:
+    with suppress(OSError, ValueError):
         manifest = json.loads(path.read_text(encoding="utf-8"))
+        if is_manifest(manifest):
+            return manifest
+    raise ShardError(f"{path} is damaged or of another format or version; make the folder again")
+
+
+def is_manifest(manifest: Any) -> bool:
+    """Whether that is a manifest of this format and version."""
+    keys = ("tokenizer_hash", "vocab_size", "num_documents", "num_tokens", "num_words", "created_by")
+    names = {field.name for field in fields(ShardFile)}
+    try:
         known = manifest["format"] == MANIFEST_FORMAT and manifest["version"] == FORMAT_VERSION
-        keys = ("tokenizer_hash", "vocab_size", "num_documents", "num_tokens", "num_words", "created_by")
-        well_formed = all(key in manifest for key in keys) and all(_is_entry(entry) for entry in manifest["shards"])
-    except (OSError, ValueError, KeyError, TypeError):
-        known = well_formed = False
-        manifest = {}
-    if not (known and well_formed):
-        raise ShardError(f"{path} is damaged or of another format or version; make the folder again")
-    return manifest
-
-
-def _is_entry(entry: dict[str, Any]) -> bool:
-    return {field.name for field in fields(ShardFile)} <= set(entry) and Path(entry["file"]).name == entry["file"]
+        listed = all(names <= set(each) and Path(each["file"]).name == each["file"] for each in manifest["shards"])
+        return known and listed and all(key in manifest for key in keys)
+    except (KeyError, TypeError):
+        return False

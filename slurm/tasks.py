@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from data.remote_shards import is_remote
 from slurm.jobs import Task
 from slurm.sweep import Axis, SweepError, combinations, safe_name
 from training.config import FIELDS, TrainingConfig, parse_config
@@ -35,7 +36,9 @@ def with_absolute_paths(config: TrainingConfig, folder: Path) -> TrainingConfig:
         del paths["resume"]
 
     def absolute(path: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        return str(folder / path) if isinstance(path, str) else tuple(str(folder / each) for each in path)
+        if isinstance(path, str):
+            return path if is_remote(path) else str(folder / path)
+        return tuple(str(folder / each) for each in path)
 
     return dataclasses.replace(config, **{name: absolute(path) for name, path in paths.items() if path})
 

@@ -74,6 +74,10 @@ class Flags:
         "files",
         path=True,
     )
+    data_cache_dir: str = _flag(
+        "", "folder on each node for copies of shards from https://, s3://, gs://, ...", "files", path=True, fixed=False
+    )
+    data_cache_gb: float = _flag(100.0, "GB of them that it may hold", "files", POSITIVE, fixed=False)
     config_file: str = _flag("", "model configuration (JSON), e.g. configs/base.json", "files", REQUIRED, path=True)
     tokenizer_path: str = _flag("", "tokenizer.json that the shards were made with", "files", REQUIRED, path=True)
     output_dir: str = _flag("runs", "folder of run folders", "files", path=True)
@@ -82,12 +86,9 @@ class Flags:
         "auto",
         "auto: resume from the newest valid checkpoint of the run folder, or start; never: start in an unused folder; "
         "PATH: a checkpoint or run folder to resume from; newer checkpoints of the run itself are set aside",
-        "files",
-        path=True,
-    )
-    checkpoint_filename: str = _flag(
-        "", "same as --resume PATH (the published script's name for it)", "files", path=True
-    )
+        "files", path=True,
+    )  # fmt: skip
+    checkpoint_filename: str = _flag("", "same as --resume PATH (the published script's name)", "files", path=True)
     reset: tuple[str, ...] = _flag(
         (),
         "what a run that branches off from a checkpoint begins anew: optimizer (its state), schedule (of rates and the "
@@ -98,10 +99,8 @@ class Flags:
     )
     initial_weights: str = _flag(
         "",
-        "start from these weights: a run folder, a checkpoint or an imported model (.safetensors)",
-        "files",
-        path=True,
-    )
+        "start from these weights: a run folder, a checkpoint or an imported model (.safetensors)", "files", path=True,
+    )  # fmt: skip
 
     # objective
     hybrid_numerator: int = _flag(15, "masked rows out of hybrid_denominator rows; the others are causal", "objective")

@@ -40,6 +40,7 @@ from data.positions import (
     steps_for,
 )
 from data.ratio_schedule import RatioPoint, RatioSchedule, parse_schedule, ratio_for, resolve_schedule
+from data.remote_shards import ShardCache
 from data.shards import tokenizer_hash
 from data.special_tokens import SpecialTokens, read_special_tokens, tokenizer_file
 from data.words import NoWordsError, word_beginnings
@@ -311,8 +312,10 @@ def read_inputs(config: TrainingConfig, trusted: bool = False) -> Inputs:
     eos = special.ids["eos"] if config.document_end and not special.one_boundary else None
     identity = tokenizer_hash(tokenizer_file(config.tokenizer_path))
     order = BlockOrder(config.block_tokens, config.shuffle_tokens) if config.order == "blocks" else None
+    cache = ShardCache(Path(config.data_cache_dir), config.data_cache_gb) if config.data_cache_dir else None
+    files: dict[str, Any] = {"trusted": trusted, "cache": cache}
     ids = {"bos_id": options.bos_id, "eos_id": eos}
-    corpus = Corpus(config.train_path, tokenizer_hash=identity, **ids, seed=config.seed, order=order, trusted=trusted)
+    corpus = Corpus(config.train_path, tokenizer_hash=identity, **ids, **files, seed=config.seed, order=order)
     words = special.vocab_size
     if not words <= model_config.vocab_size < words + _VOCABULARY_PADDING:
         added = f", of which {special.added} were added to those of its model" * bool(special.added)
@@ -321,7 +324,7 @@ def read_inputs(config: TrainingConfig, trusted: bool = False) -> Inputs:
             f"{config.tokenizer_path!r} has {words} tokens{added}; set vocab_size to {words} (or to the next multiple "
             "of 64)"
         )
-    sets = _held_out_sets(config, options, identity, eos, corpus)
+    sets = _held_out_sets(config, options, identity, eos, corpus, cache)
     config = _with_steps(config, corpus)
     plan = make_plan(config, corpus.exposure)
     config = _with_lengths(config, plan, corpus)
@@ -337,7 +340,7 @@ def read_inputs(config: TrainingConfig, trusted: bool = False) -> Inputs:
 
 
 def _held_out_sets(
-    config: TrainingConfig, options: MaskingOptions, tokenizer: str, eos: int | None, corpus: Corpus
+    config: TrainingConfig, options: MaskingOptions, tokenizer: str, eos: int | None, corpus: Corpus, cache: Any
 ) -> dict[str, ValidationSet]:
     """The sets of --valid_path by name, "" that of a single path."""
     rows = config.validation_steps * config.local_batch_size or None
@@ -346,7 +349,7 @@ def _held_out_sets(
     masks = dataclasses.replace(options, **published)
     found = {}
     for name, path in named_paths(config.valid_path).items():
-        valid = Corpus(path, tokenizer_hash=tokenizer, bos_id=options.bos_id, eos_id=eos)
+        valid = Corpus(path, tokenizer_hash=tokenizer, bos_id=options.bos_id, eos_id=eos, cache=cache)
         _refuse_shared(config, corpus, valid)
         found[name] = ValidationSet(valid, masks, config.seq_length, rows=rows)
     return found
