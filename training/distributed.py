@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, TCPStore
 
+from data.atomic_io import allow_open_files
 from data.wording import time_text
 from training.config import ConfigError, TrainingConfig
 from training.environment import Environment, EnvironmentProblem, local_device_index, read_environment
@@ -32,6 +33,8 @@ _BACKSTOP_SECONDS = 60.0
 _LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|socket|peer|remote process|aborted", re.IGNORECASE)
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 _DEVICE = re.compile(r"(CUDA|HIP) error")  # of this rank's own device, whatever the words that follow
+# Above so many ranks gloo connects two when they first talk, which most never do: no full mesh of sockets.
+_MESH_RANKS = 32
 # torchrun's store outlives the ranks that it starts again
 _PREFIX = f"rank_store/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
@@ -262,6 +265,9 @@ def start_world(config: TrainingConfig) -> World:
 def _rendezvous(world: World, timeout: float) -> None:
     """Make the process group, within `timeout` minutes. Raises HardwareError where the ranks do not find each other."""
     environment = world.environment
+    if world.size > _MESH_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    allow_open_files(2 * world.size)  # as far as the hard limit goes; gloo says what it lacks
     address = f"{environment.master_addr}:{environment.master_port}"
     # Both backends in one group: gradients go through NCCL, what decides on control flow stays on the hosts.
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"

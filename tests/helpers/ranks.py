@@ -134,7 +134,8 @@ def spikes(rank: int) -> Iterator[None]:
         with mock.patch.object(passes, "begin", large) if state.step + 1 in at else contextlib.nullcontext():
             return train_step(state, *arguments)
 
-    with mock.patch.object(train_single_gpu, "train_step", step), mock.patch("training.loss._FEWEST", 8):
+    connects_late = mock.patch("training.distributed._MESH_RANKS", 1)  # as many ranks do
+    with mock.patch.object(train_single_gpu, "train_step", step), mock.patch("training.loss._FEWEST", 8), connects_late:
         yield
 
 
