@@ -294,11 +294,11 @@ class ModelConfig:
 
     def unpublished_keys(self) -> list[str]:
         """Keys by which this is neither GPT-BERT nor LTG-BERT as published, whatever its sizes and positions."""
-        sizes = {name: getattr(self, name) for name in PUBLISHED_KEYS}
-        published = ModelConfig(**sizes) if self.model_type in ("gpt-bert", "ltg-bert") else None
+        if self.model_type not in ("gpt-bert", "ltg-bert"):
+            return ["model_type"]
+        published = ModelConfig(**{name: getattr(self, name) for name in PUBLISHED_KEYS}).to_dict()
         free = ("initializer", "initializer_range")
-        found = {} if published is None else published.to_dict()
-        return [key for key, value in self.to_dict().items() if key not in free and found.get(key) != value]
+        return [key for key, value in self.to_dict().items() if key not in free and published[key] != value]
 
     def as_type(self, model_type: str) -> ModelConfig:
         """The same of another model_type, whose preset decides on gate and averaging."""

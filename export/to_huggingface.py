@@ -169,8 +169,8 @@ def _form(config: ModelConfig, path: Path, native: bool) -> NativeForm | None:
     if not native:
         if keys := config.unpublished_keys():
             raise ExportError(
-                f"MODEL {path} is no GPT-BERT or LTG-BERT as published: the exported code knows no "
-                f"{', '.join(keys[:4])} like its own" + "; try --native" * (form is not None)
+                f"MODEL {path} is no GPT-BERT or LTG-BERT as published, which the exported code alone knows, by its "
+                f"{', '.join(keys[:4])}" + "; try --native" * (form is not None)
             )
         return None
     if form is None:
@@ -296,6 +296,7 @@ def _for_continuing(special: SpecialTokens, note: dict[str, Any], flags: Mapping
     """Entries of config.json that continued pretraining must know."""
     return {
         **_token_ids(special),
+        "mask_token_id": special.ids["mask"],
         "dtype": "float32",
         "flags": {
             "document_end": bool(flags.get("document_end", True)),

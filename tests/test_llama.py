@@ -49,7 +49,7 @@ def their_model(model_type: str, config_class: str, changes: dict[str, Any]) -> 
 @pytest.mark.parametrize(("model_type", "config_class", "changes"), FAMILIES)
 @torch.no_grad()
 def test_logits_are_theirs_and_the_way_back_gives_the_same_model(
-    model_type: str, config_class: str, changes: dict[str, Any], tmp_path: Path
+    model_type: str, config_class: str, changes: dict[str, Any], tmp_path: Path, capsys
 ):
     """Imported from shards with an index, a model that training starts from; the native folder is MODEL, too."""
     theirs = their_model(model_type, config_class, changes)
@@ -63,6 +63,8 @@ def test_logits_are_theirs_and_the_way_back_gives_the_same_model(
     ids = torch.randint(5, 320, (2, 23), generator=torch.Generator().manual_seed(1))
     expected = theirs(ids).logits
     torch.testing.assert_close(again(ids).logits, expected, rtol=0, atol=0)
+    assert to_huggingface.main([str(tmp_path / "ours"), str(tmp_path / "code")]) == 2
+    assert "by its model_type; try --native" in capsys.readouterr().err
     for folder in ("ours", "native"):
         model, _, config = load_model(tmp_path / folder)
         logits = model.predict(model.encode(ids, torch.zeros_like(ids), model_type != "eurobert"))
