@@ -106,6 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    defaults = ", ".join(f"{number} of {corpus}" for corpus, number in STEPS.items())
     parser = argparse.ArgumentParser(description="From text to small hybrid, masked and causal models, in two minutes.")
     parser.add_argument(
         "--corpus", choices=tuple(STEPS), default="stories",
@@ -116,7 +117,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--output_dir", type=lambda text: Path(text).resolve(), default=ROOT / "demo_output", metavar="FOLDER",
         help="folder for everything (default: demo_output in this repository)",
     )  # fmt: skip
-    parser.add_argument("--max_steps", type=int, metavar="N", help=f"training steps of a run (default: {STEPS})")
+    parser.add_argument("--max_steps", type=int, metavar="N", help=f"training steps of a run (default: {defaults})")
     parser.add_argument("--seed", type=int, default=42, metavar="N", help="of weights, data and masks (default: 42)")
     parser.add_argument(
         "--device",
@@ -352,7 +353,7 @@ def print_next_lines(folder: Path, options: argparse.Namespace, seconds: float) 
         "The model for Hugging Face transformers": [
             (interpreter, "export/to_huggingface.py", str(run), str(folder / "exported"))
         ],
-        "The other corpus": [(interpreter, "demo.py", "--corpus", other, "--output_dir", f"{folder}_{other}")],
+        "The other corpus": [(interpreter, "demo.py", "--corpus", other, "--output_dir", str(folder / other))],
         "Every flag, for your own corpus (see training/README.md)": [(interpreter, "train_single_gpu.py", "--help")],
     }  # fmt: skip
     print(f"\nDone in {seconds:.0f} s. Open {folder / 'index.html'} in a browser.\n\nWhat to type next:")
