@@ -8,7 +8,8 @@
 #
 # TEXTS is whatever tokenize_corpus.py reads (preprocessing/README.md), CODE the language's ISO 639 code. In the
 # environment: VOCABULARY (8192; for less than 5 million words rather 4096, for more than 30 million 16384), EPOCHS (10),
-# MODEL (configs/small.json, 30 million parameters), LICENSE of the card, PAIRS, PYTHON. The same command again continues.
+# MODEL (configs/small_no_dropout.json, 30 million parameters), LICENSE of the card, PAIRS, PYTHON. The same command
+# again continues.
 #
 # What to expect, by what was measured on 10 million words of English (benchmarks/README.md): ten epochs are 162 million
 # tokens, of which an H200 takes about 1 million a second; by its arithmetic a consumer card of a fifth of that speed needs
@@ -23,7 +24,7 @@ if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     [ ! -x "$suite/.venv/bin/python" ] || PYTHON=$suite/.venv/bin/python
 fi
-export PYTHON
+export PYTHON MODEL="${MODEL:-$suite/configs/small_no_dropout.json}"
 
 # 1. Vocabulary, with a table of tokens a word (above 2 the vocabulary is small for the language), token shards and a model
 #    of that vocabulary.

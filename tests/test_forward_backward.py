@@ -1,5 +1,6 @@
 """Micro-steps recorded as CUDA graphs are the micro-steps."""
 
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import Mock
@@ -64,10 +65,14 @@ def test_rows_filled_up_with_padding_change_nothing(tmp_path: Path, monkeypatch:
     assert train_single_gpu.main(flags(inputs, tmp_path, "plain", **options), single_world) == 0
     filled: list[int] = []
     failed: list[int] = []
+    held: list[weakref.ref] = []
 
     def capture(self: ForwardBackward, own: RowBatch, slots: int):
+        assert not held or held[-1]() is None, "a failed capture's memory lives on"
         if len(own) not in failed:
             failed.append(len(own))
+            part = own.tokens.clone()
+            held.append(weakref.ref(part))
             raise RuntimeError("something would have to be compiled")
         return forward_backward._Graph(EagerGraph(self, own, slots), own, [])  # type: ignore[arg-type]  # a stand-in
 

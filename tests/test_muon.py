@@ -156,6 +156,7 @@ def test_muon_leaves_a_matrix_without_gradient_alone():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_muon_on_cuda_is_that_of_the_cpu_and_never_waits():
     model, on_cpu = make_model().cuda(), make_model()
     pairs = [(m, make_optimizer(m, "normuon", **SETTINGS, matrices=MatrixOptions(cautious=True)))

@@ -10,6 +10,7 @@ fewer rows is filled up with padding, which has no targets, so that a growing ba
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -175,6 +176,7 @@ class ForwardBackward:
         self._graphs.clear()
         self._pool, self.captures, self.lacks_memory = None, captures, False
         self._gradients.zero()
+        gc.collect()  # cycles of an exception and its frames hold what did not fit
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -208,19 +210,18 @@ class ForwardBackward:
         *_, rows, slots = key
         own = dataclasses.replace(batch, **{name: _room(getattr(batch, name), rows) for name in TENSORS})
         own.tokens.fill_(PADDING)
-        problem = None
+        reason, out_of_memory = "", False
         for _ in range(2):
-            if problem or key[0] not in self._compiled:
+            if reason or key[0] not in self._compiled:
                 self._forward(own, slots)[0].backward()
                 self._compiled.add(key[0])
             try:
                 return self._capture(own, slots)
-            except RuntimeError as error:
-                problem = error
-        reason = str(problem).splitlines()[0]
+            except RuntimeError as error:  # not kept: its traceback holds all of the capture's memory
+                reason, out_of_memory = str(error).splitlines()[0], isinstance(error, torch.OutOfMemoryError)
         warnings.warn(f"micro-steps run without CUDA graphs, slower for short rows: {reason}", stacklevel=2)
         self.captures = False
-        self.lacks_memory = isinstance(problem, torch.OutOfMemoryError)
+        self.lacks_memory = out_of_memory
         self._graphs.clear()
         return None
 
