@@ -173,10 +173,10 @@ def test_the_whole_demo_in_few_steps(tmp_path):
     for shown in ("Pairs right, scored fused", "before training", "What was held out", "Yesterday Anna"):
         assert shown in page
     assert (tmp_path / "out" / "runs" / "hybrid" / "report.html").is_file()
-    assert first.stdout.count("    $ ") == 7 + 8  # what it ran, and what it suggests
+    assert first.stdout.count("    $ ") == 7 + 7  # what it ran, and what it suggests
     for shown in ("\nbefore training ", "\nhybrid ", "\nmasked ", "\ncausal ", "Of minimal pairs right, in percent"):
         assert shown in first.stdout
     again = subprocess.run([*command, "--device", "cpu"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stdout.count("is there already") == 6
-    assert again.stdout.count("    $ ") == 3 + 8
+    assert again.stdout.count("    $ ") == 3 + 7
