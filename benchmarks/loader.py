@@ -14,11 +14,13 @@ rows cost in CPU time, and what rows cost whose tokens are not in memory.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
@@ -35,10 +37,11 @@ from data.loader import BatchBuilder
 from data.masking import MaskingOptions
 from data.objectives import CAUSAL, MASKED
 from data.plan import DataPlan, RowRange
-from data.shards import write_shard
+from data.shards import describe_shard, write_manifest, write_shard
 from data.stream import TokenStream
 
 _MICRO_BATCH_TOKENS = 32768
+_MOST_STEPS = 20
 
 
 def resident_bytes() -> int:
@@ -132,8 +135,8 @@ def measure_blocks(folder: Path, order: BlockOrder, length: int = 128, rows: int
     results: dict[str, float] = {}
     for name in ("cold", "warm"):
         start, used = time.perf_counter(), time.process_time()
-        corpus = Corpus(f"{folder}/*.shard", tokenizer_hash=None, bos_id=1, eos_id=2, order=order)
-        steps = corpus.tokens_before_epoch(1) // (rows * length)
+        corpus = Corpus(folder, tokenizer_hash=None, bos_id=1, eos_id=2, order=order)
+        steps = min(_MOST_STEPS, corpus.tokens_before_epoch(1) // (rows * length))
         plan = DataPlan(steps, length, rows, 1, hybrid_numerator=0, hybrid_denominator=1, milestones=())
         builder = BatchBuilder(corpus, plan, MaskingOptions(vocab_size=16384))
         if name == "cold":
@@ -146,6 +149,16 @@ def measure_blocks(folder: Path, order: BlockOrder, length: int = 128, rows: int
         results[f"{name}_tokens_per_second"] = tokens / (time.perf_counter() - start)
         results[f"{name}_tokens_per_cpu_second"] = tokens / (time.process_time() - used)
     return {**results, "resident_bytes": resident_bytes(), "shards": len(corpus.shards)}
+
+
+def link_copies(folder: Path, copies: int) -> None:
+    """As many links to each shard, beside it, and a manifest of all."""
+    files = [describe_shard(path) for path in sorted(folder.glob("*.shard"))]
+    for number, file in itertools.product(range(copies), list(files)):
+        name = f"copy_{number:05d}_{file.file}"
+        os.link(folder / file.file, folder / name)
+        files.append(replace(file, file=name))
+    write_manifest(folder, files, "0" * 64, 16384, {})
 
 
 def mix_of(folder: Path) -> Path:
@@ -162,6 +175,7 @@ def scale_shards(options: argparse.Namespace) -> list[dict[str, float]]:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             write_corpus(Path(folder), options.tokens, options.mean_length, -(-options.tokens // number))
             if options.blocks:
+                link_copies(Path(folder), options.copies)
                 found = measure_blocks(Path(folder), BlockOrder(options.blocks, options.window))
                 print({name: round(value, 2) for name, value in found.items()}, flush=True)
                 results.append(found)
@@ -188,6 +202,7 @@ def main() -> int:
     )
     parser.add_argument("--mix", action="store_true", help="with --shards: each shard is a source of a mix")
     parser.add_argument("--blocks", type=int, default=0, help="with --shards: tokens of a block (default: documents)")
+    parser.add_argument("--copies", type=int, default=0, help="with --blocks: links to each shard beside it (none)")
     parser.add_argument("--window", type=int, default=1 << 26, help="tokens within which rows are shuffled (2^26)")
     parser.add_argument("--folder", default=None, help="where to write the corpus (default: a temporary folder)")
     parser.add_argument("--output", default="", help="JSON file for the results")

@@ -21,7 +21,6 @@ import numpy as np
 from data.counter_rng import Permutation, fold
 from data.documents import Documents, Walk, ranges
 from data.remote_shards import fetch_all
-from data.shards import ShardError
 
 _WALK = -3  # purpose of the key that orders the blocks of a sampled source
 _MOST_BOUNDARIES = 1 << 24  # of documents that are remembered, 4 bytes each
@@ -152,8 +151,7 @@ class Blocks:
         """Have the tokens of blocks read into memory without waiting for them; may run in a thread of its own."""
         wanted, locals_ = self._place(np.fromiter(blocks, np.int64))
         remote = [self._documents.shards[number] for number in dict.fromkeys(wanted.tolist())]
-        with suppress(ShardError):  # said where the shard is read
-            fetch_all([shard for shard in remote if shard.remote is not None])
+        fetch_all([shard for shard in remote if shard.remote is not None])
         for shard_number, local in zip(wanted.tolist(), locals_.tolist(), strict=True):
             shard = self._documents.shards[shard_number]
             share = shard.num_tokens / max(1, int(self._shard_lengths[shard_number]))  # of tokens that are stored

@@ -13,10 +13,10 @@ import json
 import os
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from data.atomic_io import PARTIAL_SUFFIX
@@ -108,9 +108,19 @@ class RemoteFile:
 
 
 def fetch_all(shards: list[Any]) -> None:
-    """Fetch the copies of shards, several at once."""
-    with ThreadPoolExecutor(CONNECTIONS) as pool:
-        list(pool.map(lambda shard: shard.fetch(), shards))
+    """Fetch the copies of shards, several at once. What is wrong with one is said where it is read."""
+    left = shards[::-1]
+
+    def work() -> None:
+        while left:
+            with suppress(IndexError, ShardError):  # another thread took the last
+                left.pop().fetch()
+
+    threads = [Thread(target=work, daemon=True) for _ in range(CONNECTIONS)]  # which do not hold up the end of a run
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _fetched(url: str, begin: int, end: int | None) -> bytes:
