@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import suppress
@@ -112,3 +113,8 @@ def sha256_file(path: str | Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def is_remote(path: str | Path) -> bool:
+    """Whether a path has a protocol, as in https://."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(path)) is not None

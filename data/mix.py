@@ -16,9 +16,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from data.atomic_io import is_remote
 from data.cli import closest
 from data.positions import Position, PositionError, parse_position
-from data.remote_shards import is_remote
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _SPLITS = ("train", "validation", "shards")  # folders that say nothing of what is in them

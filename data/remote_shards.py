@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,11 +27,6 @@ _LONGEST_WAIT = 60.0  # seconds between two tries
 _CHUNK_BYTES = 16 << 20  # of a request
 CONNECTIONS = 8
 _GB = 10**9
-
-
-def is_remote(path: str | Path) -> bool:
-    """Whether a path has a protocol, as in https://."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(path)) is not None
 
 
 @dataclass(frozen=True)

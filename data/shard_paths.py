@@ -10,7 +10,8 @@ from functools import cache as cached
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.remote_shards import RemoteFile, ShardCache, is_remote
+from data.atomic_io import is_remote
+from data.remote_shards import RemoteFile, ShardCache
 from data.shards import (
     JOURNAL_NAME,
     MANIFEST_NAME,

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path, PurePath
 
+from data.atomic_io import is_remote
 from data.wording import count
 from preprocessing.cli import CorpusError
 from preprocessing.hub_datasets import PROTOCOL, describe_parts, list_dataset
-from preprocessing.remote import describe_remote, is_remote, list_remote, open_remote
+from preprocessing.remote import describe_remote, list_remote, open_remote
 
 _KINDS = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 # Read where a file or a glob names them. BabyLM's .train, .dev and .test: a folder of them would mix training and

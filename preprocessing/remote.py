@@ -38,11 +38,6 @@ class RemoteFile:
     version: int
 
 
-def is_remote(path: str) -> bool:
-    """Whether a path has a protocol, as in https://."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
-
-
 def list_remote(url: str) -> tuple[dict[str, str], bool]:
     """The URLs that a file, a folder (all that lies below it) or a glob names, sorted, with the names of the files, in
     a folder relative to it; and whether it is a folder. Over https:// a folder ends with a slash, and is what its page

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.remote_shards import is_remote
+from data.atomic_io import is_remote
 from slurm.jobs import Task
 from slurm.sweep import Axis, SweepError, combinations, safe_name
 from training.config import FIELDS, TrainingConfig, parse_config

@@ -175,5 +175,5 @@ def test_missing_methods_are_named():
 
 
 def test_unknown_model_type_names_the_choices():
-    with pytest.raises(ModelConfigError, match='model_type is "gpt"; choose "gpt-bert" or "ltg-bert"'):
+    with pytest.raises(ModelConfigError, match='model_type is "gpt"; choose "gpt-bert" or "llama" or '):
         ModelConfig(16, 32, 2, 2, 60, model_type="gpt")

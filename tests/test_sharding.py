@@ -77,7 +77,7 @@ def test_same_run(runs: tuple[Path, dict[str, list[Outcome]]], name: str, expect
     assert all(outcome.code == 0 for outcome in outcomes.get(name, ())), outcomes[name]
     found = training_lines(home / name)
     for line, other in zip(found, training_lines(home / expected)[-len(found) :], strict=True):
-        assert line.keys() == other.keys()
+        assert {key for key in line if not key.startswith("ranks/")} == set(other)
         for key in (key for key in line if key.endswith("_loss") or "_norm" in key):
             assert line[key] == pytest.approx(other[key], rel=1e-3 if "norm" in key else 1e-5), (line["step"], key)
     for file in ("model", "ema", "optimizer"):
@@ -145,7 +145,7 @@ def test_a_resume_draws_no_weights(runs: tuple[Path, dict[str, list[Outcome]]], 
 def test_no_model_of_ours_has_to_be_drawn(path: Path):
     model = _empty_model(ModelConfig.from_json(path), torch.device("meta"))
     assert model is not None
-    assert model.num_parameters() > 1_000_000
+    assert model.num_parameters() > 100_000
 
 
 class Tied(nn.Module):

@@ -74,14 +74,14 @@ class Flags:
         "files",
         path=True,
     )
-    data_cache_dir: str = _flag(
-        "", "folder on each node for copies of shards from https://, s3://, gs://, ...", "files", path=True, fixed=False
-    )
-    data_cache_gb: float = _flag(100.0, "GB of them that it may hold", "files", POSITIVE, fixed=False)
     config_file: str = _flag("", "model configuration (JSON), e.g. configs/base.json", "files", REQUIRED, path=True)
     tokenizer_path: str = _flag("", "tokenizer.json that the shards were made with", "files", REQUIRED, path=True)
     output_dir: str = _flag("runs", "folder of run folders", "files", path=True)
     name: str = _flag("", "name of the run: its folder is OUTPUT_DIR/NAME", "files", REQUIRED, FOLDER_NAME)
+    data_cache_dir: str = _flag(
+        "", "folder on each node for copies of shards from https://, s3://, gs://, ...", "files", path=True, fixed=False
+    )
+    data_cache_gb: float = _flag(100.0, "GB of them that it may hold", "files", POSITIVE, fixed=False)
     resume: str = _flag(
         "auto",
         "auto: resume from the newest valid checkpoint of the run folder, or start; never: start in an unused folder; "
