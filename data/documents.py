@@ -6,11 +6,9 @@ import hashlib
 import resource
 import time
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from threading import Event
 
 import numpy as np
 
@@ -18,6 +16,7 @@ from data.atomic_io import allow_open_files
 from data.counter_rng import Permutation, fold
 from data.node_memory import SHARED_FROM, shared_array
 from data.shards import Shard
+from data.stop_event import check_stop
 
 IndexMap = Callable[[np.ndarray], np.ndarray]
 BLOCK = 16  # documents per entry of an index of lengths: a row that is read looks at about so many
@@ -30,20 +29,6 @@ _IN_MEMORY_SECONDS = 2e-4  # longer takes a piece that is read from a disk which
 UNSCORED = np.int32(1 << 30)  # added to a token that its shard's marks take out of the targets
 OCCURRENCE_SHIFT = 46  # an origin is (times the document was used before) << 46 | position in the corpus
 _SAMPLE = -2  # purpose of the key that orders sampled sources
-
-# Set by a thread that may have to end while an index is built: then building raises IndexStopped.
-stop_event: ContextVar[Event | None] = ContextVar("stop_event", default=None)
-
-
-class IndexStopped(RuntimeError):
-    """The thread that builds an index was told to end."""
-
-
-def check_stop() -> None:
-    """Raises IndexStopped where this thread may have to end, and has to."""
-    event = stop_event.get()
-    if event is not None and event.is_set():
-        raise IndexStopped
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from data.corpus import Corpus
-from data.documents import UNSCORED, stop_event
+from data.documents import UNSCORED
 from data.mask_rates import SCHEDULED, MaskRates
 from data.masking import PADDING, MaskingOptions, ModelInputs, RowRates, build_inputs, row_counts, target_weights
 from data.mix_plan import MixPlan
 from data.objectives import MASKING, OBJECTIVES
 from data.plan import DataPlan, RowRange, StepPlan, rows_of_rank
 from data.row_shuffle import RowShuffle
+from data.stop_event import stop_event
 from data.stream import TokenStream
 
 _CLOSE_SECONDS = 5.0

@@ -19,8 +19,8 @@ from threading import Thread
 from typing import Any
 
 from data.atomic_io import PARTIAL_SUFFIX
-from data.documents import check_stop
 from data.shards import MANIFEST_NAME, ShardError
+from data.stop_event import check_stop
 
 _TRIES = 12  # at growing distances, some six minutes in all
 _LONGEST_WAIT = 60.0  # seconds between two tries

@@ -389,8 +389,9 @@ def _our_files(folder: Path) -> list[Path]:
 
 def _refuse_foreign_files(folder: Path) -> None:
     for parent in (folder, *(folder / name for name in _SPLITS)):
+        # One look at the folder: another process that merges may rename a file between two.
         visible = [path for path in parent.iterdir() if not path.name.startswith(".")] if parent.is_dir() else []
         allowed = {parent / name for name in _SPLITS} if parent == folder else set()
-        foreign = sorted(set(visible) - set(_our_files(parent)) - allowed)
+        foreign = sorted(path for path in visible if not _OURS.fullmatch(path.name) and path not in allowed)
         if foreign:
             raise CommandError(f"--output {folder} holds other files, such as {foreign[0].name}; give a new folder")

@@ -17,10 +17,10 @@ from helpers.tiny_runs import ROOT, flags, make_inputs, run, train_on, training_
 
 import train_single_gpu
 from data.corpus import Corpus
-from data.documents import IndexStopped, stop_event
 from data.objectives import MASKED
 from data.positions import Exposure
 from data.shards import tokenizer_hash, write_shard
+from data.stop_event import IndexStopped, stop_event
 from data.stream import TokenStream
 from model_config import ModelConfig
 from train_single_gpu import main
