@@ -157,6 +157,7 @@ def check_masks(batch: RowBatch, mask_p: float, options: MaskingOptions) -> None
 
 @fuzz
 @given(cases())
+@pytest.mark.slow
 def test_batches_are_the_plan_s_on_any_number_of_ranks(tmp_path_factory, case):
     folder, plan = tmp_path_factory.mktemp("batches"), case.plan
     corpus = case.open(folder)

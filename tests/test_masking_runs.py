@@ -38,6 +38,7 @@ def assert_same(whole: Path, other: Path) -> None:
             assert b[key] == pytest.approx(a[key], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_resumed_it_is_the_same_run(kind, tmp_path):
     inputs, options, whole = kind
     shutil.copytree(whole, tmp_path / "run")

@@ -96,6 +96,7 @@ def test_activations_computed_anew_are_not_kept():
     assert mlp - layer == pytest.approx(12 * 32768 * 2 * 6 * model.hidden_size)
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_is_found_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """From the largest that the estimate does not rule out, an eighth less at each try."""
     read = read_inputs(parse_config(flags(make_inputs(tmp_path / "inputs"), tmp_path, local_batch_size="auto"), ""))

@@ -84,6 +84,7 @@ def test_added_objectives_are_validated(folder: Path):
         assert f"valid/{name}_loss_32" in lines[1], "rows have grown"
 
 
+@pytest.mark.slow
 def test_run_with_added_objectives_resumes_and_refuses_another_table(folder: Path):
     runs, whole = folder / "runs", training_lines(folder / "runs" / "whole")
     shutil.copytree(runs / "whole", runs / "half")

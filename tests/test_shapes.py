@@ -205,6 +205,7 @@ TRAINED = SHAPES["sandwich"] | {
 OPTIONS = {"max_steps": 8, "save_every": 4, "validate_every": 8, "log_stats_every": 4, "optimizer": "normuon"}
 
 
+@pytest.mark.slow
 def test_a_shape_of_many_switches_is_the_same_run_on_two_ranks_and_when_resumed(tmp_path: Path):
     inputs = make_inputs(tmp_path / "inputs", **TRAINED)
     run(flags(inputs, tmp_path, "one", **OPTIONS))

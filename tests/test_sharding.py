@@ -71,6 +71,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
     return home, outcomes | dict(zip(four, run_ranks(list(four.values()), world_size=4), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "expected"), SAME.items())
 def test_same_run(runs: tuple[Path, dict[str, list[Outcome]]], name: str, expected: str):
     home, outcomes = runs
@@ -87,6 +88,7 @@ def test_same_run(runs: tuple[Path, dict[str, list[Outcome]]], name: str, expect
             assert (a[key] - b[key]).double().norm() <= 5e-3 * a[key].double().norm().clamp(min=1e-6), (file, key)
 
 
+@pytest.mark.slow
 def test_same_bits(runs: tuple[Path, dict[str, list[Outcome]]]):
     """Of two ranks, whose sums have one order: steps, validation of weights and average, samples, checkpoints."""
     one, two = (read_metrics(runs[0] / name / "metrics.jsonl") for name in ("lamb_whole", "lamb_two"))
@@ -104,30 +106,35 @@ def test_same_bits(runs: tuple[Path, dict[str, list[Outcome]]]):
     assert files[:3] == files[3:]
 
 
+@pytest.mark.slow
 def test_sums_in_bfloat16_are_rounded(runs: tuple[Path, dict[str, list[Outcome]]]):
     whole, rounded = ([line["train/loss"] for line in training_lines(runs[0] / name)] for name in NAMES)
     assert rounded == pytest.approx(whole, rel=2e-3)
     assert rounded[3:] != whole[3:]
 
 
+@pytest.mark.slow
 def test_the_start_says_what_it_saves(runs: tuple[Path, dict[str, list[Outcome]]]):
     text = runs[1]["lamb_two"][0].text
     assert "sharding      zero1, moments and average in 2 parts, at most 5" in text
     assert "; saves about 0 MiB a device" in text
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_all_parameters_together_is_refused(runs: tuple[Path, dict[str, list[Outcome]]]):
     for outcome in runs[1]["coupled"]:
         assert outcome.code == 2
         assert "error: --sharding zero1: Coupled computes float:d from all parameters together" in outcome.text
 
 
+@pytest.mark.slow
 def test_a_bad_average_of_one_rank_ends_all(runs: tuple[Path, dict[str, list[Outcome]]]):
     assert [outcome.code for outcome in runs[1]["bad"]] == [3, 1]
     assert "before its checkpoint: ema/" in runs[1]["bad"][0].text
     assert not list((runs[0] / "nadam_bad" / "checkpoints").glob("step_*"))
 
 
+@pytest.mark.slow
 def test_a_resume_draws_no_weights(runs: tuple[Path, dict[str, list[Outcome]]], monkeypatch: pytest.MonkeyPatch):
     checkpoint = locate(runs[0] / "lamb_one")
     arguments = flags(runs[0].parent / "inputs", runs[0], "lamb_one", **OPTIONS)

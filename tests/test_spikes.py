@@ -67,6 +67,7 @@ def on_two_ranks(inputs, tmp_path_factory) -> Path:
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "as_before", "words"),
     [
@@ -98,6 +99,7 @@ def test_spikes_leave_no_trace_after_a_crash_and_on_two_ranks(
         assert other["stats/rollbacks"] == one["stats/rollbacks"]
 
 
+@pytest.mark.slow
 def test_the_slowest_rank_is_named(on_two_ranks):
     lines = training_lines(on_two_ranks / "skip")
     (found, later) = (line for line in lines if "ranks/slowest" in line)
@@ -112,6 +114,7 @@ def test_the_slowest_rank_is_named(on_two_ranks):
     assert 0.05 < found["ranks/memory_gib_min"] < 10
 
 
+@pytest.mark.slow
 def test_each_rank_leaves_a_trace_of_the_profiled_steps(on_two_ranks):
     for rank in range(2):
         [trace] = (on_two_ranks / "skip" / "profile").glob(f"steps_3_to_4_rank_{rank}.json.gz")
