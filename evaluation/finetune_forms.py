@@ -123,10 +123,11 @@ def _encode_words(
         stretches = row_pieces(pieces, len(encoding.ids), max_length - 2)
         cut += len(stretches) > 1
         for begin, stop in stretches:
-            own = [n for n, piece in enumerate(pieces) if piece is not None and begin <= piece < stop]
+            inside = {n: piece for n, piece in enumerate(pieces) if piece is not None and begin <= piece < stop}
+            own = list(inside)
             row = [start, *encoding.ids[begin:stop], end]
             rows.append(row)
-            words.append((sentence, own, [pieces[n] + 1 - begin for n in own]))  # type: ignore[operator]
+            words.append((sentence, own, [piece + 1 - begin for piece in inside.values()]))
             label = np.full(len(row), _IGNORED)
             label[words[-1][2]] = examples.labels[sentence][own]
             labels.append(torch.from_numpy(label))

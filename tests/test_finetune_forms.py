@@ -191,7 +191,9 @@ def test_superglue_forms_are_read(tmp_path, tokenizer):
     assert found.train.groups is not None
     assert found.train.groups[:5].tolist() == [0, 0, 1, 1, 2]
     rest, held = split(found.train, 2, 0.1, seed=0)
-    assert not set(rest.groups.tolist()) & set(held.groups.tolist())  # type: ignore[union-attr]
+    assert rest.groups is not None
+    assert held.groups is not None
+    assert not set(rest.groups.tolist()) & set(held.groups.tolist())
     assert len(rest) + len(held) == 48
 
     found = task("record", record)

@@ -115,7 +115,7 @@ def test_page_in_a_browser_light_and_dark_on_a_phone(runs, tmp_path):
     try:
         browser = Browser()
     except CannotRun as error:
-        pytest.skip(str(error))
+        pytest.skip(str(error))  # no Chromium, and no apt or no root to install it; the message says which
     try:
         for width in (390, 1280):
             inks = []

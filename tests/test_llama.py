@@ -34,7 +34,7 @@ FAMILIES = [
 def their_model(model_type: str, config_class: str, changes: dict[str, Any]) -> Any:
     """A model of transformers' own, all of whose parameters are random."""
     transformers = library()
-    if not hasattr(transformers, config_class):
+    if not hasattr(transformers, config_class):  # releases before the family; requirements.lock's has all of them
         pytest.skip(f"transformers {transformers.__version__} has no {config_class}")
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**SIZES | changes)

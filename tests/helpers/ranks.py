@@ -129,8 +129,12 @@ def spikes(rank: int) -> Iterator[None]:
 
     def step(state, *arguments):
         passes = state.forward_backward
+        begin = passes.begin
+
+        def large(key, weights):
+            begin(key, [1e6 * weight for weight in weights])
+
         time.sleep(0.3 if rank == 1 and state.step < 5 else 0)
-        large = lambda key, weights, begin=passes.begin: begin(key, [1e6 * weight for weight in weights])  # noqa: E731
         with mock.patch.object(passes, "begin", large) if state.step + 1 in at else contextlib.nullcontext():
             return train_step(state, *arguments)
 
