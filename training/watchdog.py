@@ -165,7 +165,7 @@ def _describe_silent(rank: int, last: dict[str, Any] | None) -> str:
         return f"rank {rank} has sent no heartbeat"
     age = time.time() - last["time"]
     return (
-        f"rank {rank} on {last['host']} has sent no heartbeat for {age:.0f} s: it was last in step {last['step']} "
+        f"rank {rank} on {last['host']} has sent no heartbeat for {age:.0f} s: the last one was in step {last['step']} "
         f"({last['operation']})"
     )
 
