@@ -44,7 +44,7 @@ from model import LTGBert, ModelConfig, ModelConfigError
 from model_config import PUBLISHED_KEYS
 from training.checkpoint import Checkpoint, CheckpointError, locate, rows_begin_with_bos
 
-_SHIPPED = ("configuration_gpt_bert.py", "layers_gpt_bert.py", "modeling_gpt_bert.py")
+_SHIPPED = tuple(f"{name}_gpt_bert.py" for name in ("attention", "base", "configuration", "layers", "modeling"))
 
 
 class ExportError(ValueError):

@@ -45,7 +45,7 @@ BELOW |= {"preprocessing": {"data"}, "demo": set()}
 BELOW_INSIDE_FUNCTIONS = {"preprocessing": {"model", "model_extra"}}
 AT_IMPORT_TIME = {"torch", "numpy", "tokenizers", "tqdm"}
 # Copied into exported folders, where transformers imports them; nothing here does.
-FOR_TRANSFORMERS = {Path("export") / f"{name}_gpt_bert.py" for name in ("configuration", "layers", "modeling")}
+FOR_TRANSFORMERS = {path.relative_to(ROOT) for path in (ROOT / "export").glob("*_gpt_bert.py")}
 LAZY = {
     "wandb",
     "tensorboard",
