@@ -188,8 +188,9 @@ class LTGBert(PretrainingModel):
         """Hidden states [B, T, D] of input_ids int64 [B, T].
 
         document_ids: int64 [B, T]; tokens attend only inside their document (a run of one id), and -1 is padding,
-        which attends nothing. causal: a bool, or bool [B] with one flag for each row. dropout: keys of the rows'
-        dropout, used in training mode alone.
+        which attends nothing. causal: a bool, bool [B] with one flag for each row, or int64 [B, T], the column up to
+        which each token also attends to what is ahead of it (`ops.attention_metadata.allowed_between`). dropout: keys
+        of the rows' dropout, used in training mode alone.
         """
         return self._encode(input_ids, document_ids, causal, dropout, None)[0]
 
@@ -280,12 +281,16 @@ class LTGBert(PretrainingModel):
 
 
 def _own_states(hidden: Tensor, causal: bool | Tensor) -> Tensor:
-    """Hidden states [B, T, D] of which position i predicts the token at i + 1: in rows without causal attention that
-    token's own, where it is an input."""
+    """Hidden states [B, T, D] of which position i predicts the token at i + 1: that token's own, where it is an input
+    that i sees; in causal rows never."""
     following = torch.cat([hidden[:, 1:], hidden[:, -1:]], dim=1)
     if isinstance(causal, bool):
         return hidden if causal else following
-    return torch.where(causal.to(hidden.device)[:, None, None], hidden, following)
+    causal = causal.to(hidden.device)
+    unseen = (
+        causal[:, None] if causal.ndim == 1 else causal <= torch.arange(1, hidden.size(1) + 1, device=hidden.device)
+    )
+    return torch.where(unseen[..., None], hidden, following)
 
 
 def _accept_published_keys(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:

@@ -68,8 +68,8 @@ def choose_relative_metadata(
 ) -> RelativeAttentionMetadata | LongRelativeMetadata | FusedAttentionMetadata:
     """Metadata of a batch with relative positions, for the kernels where `use_kernel` says so, else for the reference.
 
-    document_ids: int64 [B, T] (negative: padding). causal: a bool, or bool [B]. buckets: bucket size and largest
-    position. dtype: of the queries to come. drops: with dropout of probabilities.
+    document_ids: int64 [B, T] (negative: padding). causal: a bool, bool [B], or int [B, T] as in `allowed_between`.
+    buckets: bucket size and largest position. dtype: of the queries to come. drops: with dropout of probabilities.
     """
     device = document_ids.device
     if isinstance(causal, bool):

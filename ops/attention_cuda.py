@@ -164,6 +164,8 @@ def _attention_backward(
         parts=parts,
     )
     arguments.launch("relative_attention_backward_queries")
+    if arguments.spans.ndim == 4:  # rows of that kernel are keys: whom they are attended by
+        arguments.set(spans=arguments.spans[1])
     arguments.launch("relative_attention_backward_keys")
     arguments.launch("relative_attention_reduce")
     return dquery_key, dvalue, dpositions
@@ -236,6 +238,7 @@ class _Arguments:
 
     def __init__(self, inputs: _Inputs) -> None:
         _check(inputs)
+        self.spans = inputs.spans.contiguous()
         self.batch, self.length, self.heads, self.head_dim = inputs.value.shape
         self.device, self.drops = inputs.value.device, inputs.dropout_keys is not None
         self.kept: list[Tensor] = []  # alive until the launches are queued; the caching allocator orders the rest
@@ -248,7 +251,7 @@ class _Arguments:
             value=value,
             query_pos=positions,
             key_pos=positions.select(1, 1),
-            spans=inputs.spans.contiguous(),
+            spans=self.spans,
             causal=inputs.causal.contiguous(),
             slots=inputs.slots,
             fragments=inputs.fragments,
@@ -312,7 +315,7 @@ def _check(inputs: _Inputs) -> None:
         wrong = f"heads of {head_dim} features and {positions.size(0)} slots; see available()"
     elif query_key.shape != (batch, length, 2, heads, head_dim) or positions.shape[1:] != (2, heads, head_dim):
         wrong = f"query_key {list(query_key.shape)}, positions {list(positions.shape)} and value {list(value.shape)}"
-    elif spans.shape != (batch, length, 2) or inputs.slots.size(0) != 2 * padded_length(length) + 1:
+    elif spans.shape[-3:] != (batch, length, 2) or inputs.slots.size(0) != 2 * padded_length(length) + 1:
         wrong = f"metadata of {list(spans.shape[:2])} tokens for value {list(value.shape)}"
     elif not (query_key.dtype == value.dtype == positions.dtype == torch.bfloat16):
         wrong = f"query_key {query_key.dtype}, value {value.dtype} and positions {positions.dtype}, not bfloat16"

@@ -22,7 +22,7 @@ BLOCK = 512
 class RelativeAttentionMetadata(NamedTuple):
     """Who attends whom in a batch, and from which slot of the position tables; computed once for all layers.
 
-    document_ids: int64 [B, T]; causal: bool [B].
+    document_ids: int64 [B, T]; causal: bool [B], or int [B, T] as in `allowed_between`.
     slots: int64 [T, T], the slot of query i and key j.
     bias: float32 [B, 1, T, T], 0 where query i may attend key j and -inf elsewhere. A padding token attends the
         padding around it, so that no row of scores is empty and its softmax is defined; its context is zeroed.
@@ -40,7 +40,7 @@ class RelativeAttentionMetadata(NamedTuple):
 class LongRelativeMetadata(NamedTuple):
     """The same for rows so long that the reference runs in blocks of queries: nothing here grows with T x T.
 
-    document_ids: int64 [B, T]. documents: int64 [B, T] of `document_numbers`. causal: bool [B].
+    document_ids: int64 [B, T]. documents: int64 [B, T] of `document_numbers`. causal: as above.
     slots: int64 [2 T - 1] of `slots_by_distance`.
     """
 
@@ -91,8 +91,7 @@ def document_numbers(document_ids: Tensor) -> Tensor:
 
 
 def attention_allowed(document_ids: Tensor, causal: Tensor, window: int | None = None) -> Tensor:
-    """Bool [B, T, T]: query i and key j are of one document, j <= i in rows where `causal` [B] is set, and
-    |i - j| <= window.
+    """Bool [B, T, T]: query i and key j are of one document, key j is not hidden by `causal`, and |i - j| <= window.
 
     Padding tokens (negative ids) count as documents here, too; callers zero what comes out for them.
     """
@@ -105,19 +104,22 @@ def allowed_between(
 ) -> Tensor:
     """`attention_allowed` for queries and keys from a first to before a last token: bool [B, queries, keys].
 
-    documents: int64 [B, T] of `document_numbers`.
+    documents: int64 [B, T] of `document_numbers`. causal: bool [B], rows in which no token attends to those ahead of
+    it; or int [B, T], the column up to which each does, which nowhere falls in a document: 0 for causal tokens, T for
+    those that see their whole document, the same for all tokens of a prefix or block that is read in both directions.
     """
     query, key = (torch.arange(*part, device=documents.device) for part in (queries, keys))
     ahead = key - query[:, None]  # [queries, keys]
     same = documents[:, slice(*queries), None] == documents[:, None, slice(*keys)]
-    allowed = same & ((ahead <= 0) | ~causal[:, None, None])
+    seen = ~causal[:, None, None] if causal.ndim == 1 else key < causal[:, slice(*queries), None]
+    allowed = same & ((ahead <= 0) | seen)
     return allowed if window is None else allowed & (ahead.abs() <= window)
 
 
 def relative_metadata(
     document_ids: Tensor, causal: Tensor, bucket_size: int, max_position: int, dtype: torch.dtype = torch.float32
 ) -> RelativeAttentionMetadata:
-    """Metadata for the reference from document_ids int64 [B, T] (negative: padding) and causal bool [B].
+    """Metadata for the reference from document_ids int64 [B, T] (negative: padding) and causal as `allowed_between`.
 
     `dtype` is that of the queries and keys to come. Never waits for the device.
     """
@@ -149,7 +151,9 @@ def one_hot_slots(slots: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor
 class FusedAttentionMetadata(NamedTuple):
     """What the kernels of ops/attention_cuda.py read of a batch, computed once for all layers; all on one device.
 
-    spans: int32 [B, T, 2], first and last + 1 token of each token's document (0, 0 for padding). causal: bool [B].
+    spans: int32 [B, T, 2], first and last + 1 token of each token's document (0, 0 for padding); where tokens have
+        ends of their own [2, B, T, 2], the keys that each attends to and the queries that attend to it, see
+        `visible_spans`. causal: bool [B], then nowhere set.
     slots: int32 [2 P + 1] (P >= T, a power of two from 64 on), slot of the distances -P .. P.
     fragments: int32 [F, 32, 2], parts of the one-hot matrix [distance, slot] as operands of mma.m16n8k16: each 16
         distances (16 k + 1 .. 16 k + 16) by a group of 8 slots. groups: int32 [8, 4], for each group the first and last
@@ -164,22 +168,45 @@ class FusedAttentionMetadata(NamedTuple):
 
 
 def fused_metadata(document_ids: Tensor, causal: Tensor, bucket_size: int, max_position: int) -> FusedAttentionMetadata:
-    """Metadata for the kernels from document_ids int [B, T] (negative: padding) and causal bool [B]."""
+    """Metadata for the kernels from document_ids int [B, T] (negative: padding) and causal as `allowed_between`."""
     padded = padded_length(document_ids.size(1))
     tables = position_tables(padded, bucket_size, max_position, document_ids.device)
-    return FusedAttentionMetadata(document_spans(document_ids), causal, *tables)
+    if causal.ndim == 1:
+        return FusedAttentionMetadata(document_spans(document_ids), causal, *tables)
+    return FusedAttentionMetadata(
+        visible_spans(document_ids, causal), torch.zeros_like(causal[:, 0], dtype=torch.bool), *tables
+    )
 
 
 def document_spans(document_ids: Tensor) -> Tensor:
     """First and last + 1 token of the run of equal ids that each token is in: int [B, T] -> int32 [B, T, 2]."""
+    return torch.stack(_ends_of_runs(document_ids), dim=-1).masked_fill_((document_ids < 0)[..., None], 0).int()
+
+
+def visible_spans(document_ids: Tensor, ends: Tensor) -> Tensor:
+    """First and last + 1 of the keys that each token attends to, and of the queries that attend to it: int32
+    [2, B, T, 2].
+
+    ends: int [B, T], up to where each token sees what is ahead of it (`allowed_between`). Since they nowhere fall, the
+    queries of a key are one stretch, too: from the first whose end is behind it to the end of the document.
+    """
+    start, stop = _ends_of_runs(document_ids)
+    index = torch.arange(document_ids.size(1), device=document_ids.device).expand_as(stop).contiguous()
+    end = torch.maximum(ends, index + 1).minimum(stop)  # rises along the row, from document to document, too
+    first = torch.searchsorted(end, index, right=True)
+    spans = torch.stack([torch.stack(pair, dim=-1) for pair in ((start, end), (first, stop))])
+    return spans.masked_fill_((document_ids < 0)[..., None], 0).int()
+
+
+def _ends_of_runs(document_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """First and last + 1 token of the run of equal ids that each token is in; int64 [B, T] each."""
     length = document_ids.size(1)
     index = torch.arange(length, device=document_ids.device)
     new = document_starts(document_ids)
     start = torch.where(new, index, 0).cummax(dim=1).values  # the latest start up to each token
     last = new.roll(-1, dims=1)  # the next token begins a run; after the last one comes the first, which does
     end = torch.where(last, index + 1, length).flip(1).cummin(dim=1).values.flip(1)  # the earliest end from each on
-    spans = torch.stack((start, end), dim=-1)
-    return spans.masked_fill_((document_ids < 0)[..., None], 0).int()
+    return start, end
 
 
 def padded_length(length: int) -> int:

@@ -94,13 +94,15 @@ def rope_metadata(
     dtype: torch.dtype,
     sizes: VarlenSizes | None = None,
 ) -> RopeAttentionMetadata:
-    """Metadata for `rope_attention` from document_ids int64 [B, T] (-1: padding) and causal, a bool or bool [B].
+    """Metadata for `rope_attention` from document_ids int64 [B, T] (-1: padding) and causal, a bool, bool [B] or, which
+    no variable-length kernel knows, int [B, T] as in `allowed_between`.
 
     `dtype` is that of the queries to come: it decides which kernel can be used. For a variable-length kernel the number
     of documents is a shape: without `sizes` this waits for the device, to count them.
     """
     device, (batch, length) = document_ids.device, document_ids.shape
-    plain = torch.compiler.is_compiling() or obstacle(device, dtype) or reference_chosen("attention")
+    by_token = isinstance(causal, Tensor) and causal.ndim == 2
+    plain = by_token or torch.compiler.is_compiling() or obstacle(device, dtype) or reference_chosen("attention")
     kernel, allowed, runs, varlen = None if plain else varlen_kernel(), None, None, None
     if kernel is not None:
         varlen = varlen_metadata(document_ids, causal, sizes)

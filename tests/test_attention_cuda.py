@@ -83,6 +83,7 @@ class Case:
         max_position: int = 512,
         p: float = 0.1,
         seed: int = 0,
+        ends: Tensor | None = None,
     ) -> None:
         generator = torch.Generator("cuda").manual_seed(seed)
 
@@ -97,7 +98,7 @@ class Case:
         # Numbers of runs of one id, -1 for padding: what a document is.
         runs = [torch.unique_consecutive(row, return_inverse=True)[1] for row in self.ids]
         self.documents = torch.stack(runs).masked_fill(self.ids < 0, -1)
-        self.causal = torch.arange(batch, device="cuda") % 2 == 1
+        self.causal = torch.arange(batch, device="cuda") % 2 == 1 if ends is None else ends.cuda()
         self.buckets, self.p = (bucket_size, max_position), p
         index = torch.arange(batch * length, device="cuda").view(batch, length) + seed * 1000
         self.keys = head_keys(mix64(index), 3, heads) if p else None
@@ -131,7 +132,8 @@ class Case:
         scores = (scores + from_position.transpose(-1, -2)) / math.sqrt(3 * head_dim)
         index = torch.arange(length, device="cuda")
         allowed = torch.stack([(row[:, None] == row) & (row >= 0) for row in self.documents])
-        allowed = (allowed & ((index[:, None] >= index) | ~self.causal[:, None, None])).unsqueeze(1)
+        ahead = ~self.causal[:, None, None] if self.causal.ndim == 1 else index < self.causal[..., None]
+        allowed = (allowed & ((index[:, None] >= index) | ahead)).unsqueeze(1)
         weights = torch.where(allowed, scores.masked_fill(~allowed, -math.inf).softmax(-1), 0.0)
         if self.keys is not None and self.columns is not None:
             weights = weights * keep_mask(self.keys, self.columns[:length], self.p) * keep_scale(self.p)
@@ -204,6 +206,40 @@ def document_ids(draw: st.DrawFn) -> Tensor:
 )
 def test_attention_kernels_match_formula(ids, heads, head_dim, buckets, p, seed):
     check(Case(*ids.shape, heads, head_dim, ids, *buckets, p, seed))
+
+
+@pytest.mark.gpu
+@settings(max_examples=40, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(ids=document_ids(), head_dim=st.sampled_from([32, 64, 128]), block=st.integers(1, 90), data=st.data())
+def test_attention_kernels_match_formula_where_tokens_have_ends(ids, head_dim, block, data):
+    """Rows that are causal, whole, in blocks, and with a prefix that is read in both directions, in one batch."""
+    length = ids.size(1)
+    index, prefix = torch.arange(length), data.draw(st.integers(0, length))
+    kinds = torch.stack([index * 0, index * 0 + length, (index // block + 1) * block, index * 0 + prefix])
+    ends = kinds[torch.tensor([data.draw(st.integers(0, 3)) for _ in ids])]
+    check(Case(*ids.shape, 3, head_dim, ids, p=data.draw(st.sampled_from([0.0, 0.1])), ends=ends))
+
+
+@pytest.mark.gpu
+def test_ends_that_say_causal_or_whole_give_the_same_bits_as_flags():
+    case, ends = Case(9, 200, 3, 64), torch.where(torch.arange(9) % 2 == 1, 0, 200)[:, None].expand(9, 200)
+    for ours, plain in zip(Case(9, 200, 3, 64, ends=ends).fused(), case.fused(), strict=True):
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_metadata_of_ends_is_captured_without_a_wait():
+    ids, ends = torch.zeros(2, 130, dtype=torch.int64, device="cuda"), torch.full((2, 130), 64, device="cuda")
+    fused_metadata(ids, ends, 32, 512)  # its tables are made once
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        metadata = fused_metadata(ids, ends, 32, 512)
+    ends.fill_(100)
+    graph.replay()
+    expected = fused_metadata(ids, ends, 32, 512)
+    assert torch.equal(metadata.spans, expected.spans)
 
 
 @pytest.fixture

@@ -88,3 +88,23 @@ def test_document_is_a_run_of_one_id_in_every_metadata(ids: Tensor):
     boundaries = varlen_metadata(ids, False).boundaries[1]
     document = torch.bucketize(torch.arange(batch * length), boundaries, right=True).view(batch, length)
     assert torch.equal((document[:, :, None] == document[:, None]) & real, same)
+
+
+@given(ids=rows_of_documents(), data=st.data())
+def test_ends_of_tokens_mean_the_same_to_kernels_and_reference(ids: Tensor, data: st.DataObject):
+    """Keys of queries, queries of keys and the reference's mask against the definition, for any ends that rise."""
+    batch, length = ids.shape
+    ends = torch.tensor(data.draw(st.lists(st.integers(0, length + 1), min_size=ids.numel(), max_size=ids.numel())))
+    ends = ends.view(ids.shape).sort(dim=1).values
+    real, same = (ids >= 0)[:, :, None], attention_allowed(ids, torch.zeros(batch, dtype=torch.bool))
+    expected = torch.zeros_like(same)
+    for b, i, j in (same & real).nonzero().tolist():
+        expected[b, i, j] = j <= i or j < ends[b, i]
+    assert torch.equal(attention_allowed(ids, ends) & real, expected)
+    metadata, index = fused_metadata(ids, ends, 32, 512), torch.arange(length)
+    assert not metadata.causal.any()
+    assert metadata.spans.is_contiguous()
+    assert metadata.spans.dtype == torch.int32
+    keys, queries = ((index >= spans[..., :1]) & (index < spans[..., 1:]) for spans in metadata.spans)
+    assert torch.equal(keys, expected)
+    assert torch.equal(queries, expected.transpose(1, 2))

@@ -90,6 +90,11 @@ def test_hidden_tokens_may_be_predicted_from_their_own_states():
     positions = torch.tensor([3, 17, 20, 71])
     assert torch.equal(own(input_ids, document_ids, causal, positions), ours.flatten(0, 1)[positions])
     assert torch.equal(model.encode(input_ids, document_ids, causal), own.encode(input_ids, document_ids, causal))
+    ends = torch.arange(18).expand(4, 18) // 6 * 6 + 6  # blocks of six: the last of each does not see the next token
+    plain, ours = (m(input_ids, document_ids, ends) for m in (model, own))
+    last = ends == torch.arange(1, 19)
+    assert torch.equal(ours[last], plain[last])
+    assert torch.equal(ours[~last], plain.roll(-1, 1)[~last])
 
 
 def test_padding_changes_nothing(kind):
@@ -291,19 +296,25 @@ def by_the_reference(
     columns=None,
 ) -> Tensor:
     """`fused_relative_attention` on any device: the reference, from what the kernels are given."""
-    first, end = metadata.spans.unbind(-1)
-    plain = relative_metadata(torch.where(end > 0, first, -1).long(), metadata.causal, 6, 20, value.dtype)
+    by_token = metadata.spans.ndim == 4  # an end for each token
+    first, end = (metadata.spans[0] if by_token else metadata.spans).unbind(-1)
+    causal = end if by_token else metadata.causal
+    plain = relative_metadata(torch.where(end > 0, first, -1).long(), causal, 6, 20, value.dtype)
     parts = (*query_key.unbind(2), value, *positions.unbind(1))
     return relative_attention(*parts, plain, p, keys, columns)
 
 
+@pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("model_type", ["ltg-bert", "gpt-bert"])
-def test_kernels_are_given_what_reference_is(monkeypatch: pytest.MonkeyPatch, model_type: str, dropout: float):
+def test_kernels_are_given_what_reference_is(monkeypatch, model_type: str, dropout: float, by_token: bool):
     model = make_model((model_type, "relative"), dropout=dropout).train()
     input_ids, document_ids = make_inputs()
     document_ids[1, 9:] = -1
     causal = torch.tensor([True, False, True, False])
+    if by_token:  # causal, whole, in blocks of four, with a prefix
+        index = torch.arange(input_ids.size(1))
+        causal = torch.stack([index * 0, index * 0 + 99, (index // 4 + 1) * 4, index * 0 + 7])
     results = []
     for fused in (False, True):
         if fused:

@@ -34,6 +34,12 @@ def rows() -> tuple[list[Tensor], Tensor, Tensor]:
     return content, ids, torch.tensor([False, True, False, True])
 
 
+def ends() -> Tensor:
+    """Up to where tokens of the same rows see ahead: all, none, to the end of a block of four, in a prefix of six."""
+    index = torch.arange(LENGTH)
+    return torch.stack([index * 0 + LENGTH, index * 0, (index // 4 + 1) * 4, index * 0 + 6])
+
+
 def with_gradients(context: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     torch.manual_seed(5)
     return [context.detach(), *torch.autograd.grad((context * torch.randn_like(context)).sum(), leaves)]
@@ -53,7 +59,8 @@ def by_definition(content: list[Tensor], ids: Tensor, causal: Tensor, rotary: Ro
     for b in range(len(ids)):
         for i in range(LENGTH):
             near = range(max(0, i - window), min(LENGTH, i + window + 1))
-            seen = [j for j in near if ids[b, i] == ids[b, j] >= 0 and (j <= i or not causal[b])]
+            end = causal[b, i] if causal.ndim == 2 else 0 if causal[b] else LENGTH
+            seen = [j for j in near if ids[b, i] == ids[b, j] >= 0 and (j <= i or j < end)]
             weights = torch.einsum("hd,jhd->jh", query[b, i], key[b, seen]) / math.sqrt(8)
             out.append(torch.einsum("jh,jhd->hd", weights.softmax(0), value[b, seen]))
     return torch.stack(out).view(query.shape).float()
@@ -73,13 +80,19 @@ def each_document_alone(query, key, value, boundaries, longest, causal, window) 
 
 
 @pytest.mark.parametrize("rotary", [LOCAL, Rotary(8, 50.0)])
-def test_windows_in_all_forms_match_the_definition(rotary: Rotary, monkeypatch: pytest.MonkeyPatch):
-    """At once, in blocks and by a variable-length kernel; documents, padding, masked and causal rows, gradients."""
+@pytest.mark.parametrize("by_token", [False, True])
+def test_windows_in_all_forms_match_the_definition(rotary: Rotary, by_token: bool, monkeypatch: pytest.MonkeyPatch):
+    """At once, in blocks and by a variable-length kernel; documents, padding, all ways to read a row, gradients."""
     content, ids, causal = rows()
+    causal = ends() if by_token else causal
+    # No such kernel knows ends of tokens, so that one that is there is not taken.
+    monkeypatch.setattr(rope, "obstacle", lambda *_: "" if by_token else "none here")
     expected = with_gradients(by_definition(content, ids, causal, rotary), content)
     whole = rope.rope_metadata(ids, causal, rotary, torch.float32)
     made = rope.windowed_metadata(rope.rope_metadata(ids, causal, Rotary(8, 9.0), torch.float32), rotary)
-    kernel = whole._replace(varlen=rope.varlen_metadata(ids, causal), kernel=each_document_alone, allowed=None)
+    kernel = whole
+    if not by_token:
+        kernel = whole._replace(varlen=rope.varlen_metadata(ids, causal), kernel=each_document_alone, allowed=None)
     monkeypatch.setattr(rope, "LONGEST_WHOLE", 8)
     monkeypatch.setattr(blocks, "BLOCK", 5)
     long = rope.rope_metadata(ids, causal, rotary, torch.float32)
@@ -91,8 +104,10 @@ def test_windows_in_all_forms_match_the_definition(rotary: Rotary, monkeypatch: 
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
-def test_relative_attention_in_blocks_equals_that_of_whole_rows(small_blocks: None, p: float):
+@pytest.mark.parametrize("by_token", [False, True])
+def test_relative_attention_in_blocks_equals_that_of_whole_rows(small_blocks: None, by_token: bool, p: float):
     content, ids, causal = rows()
+    causal = ends() if by_token else causal
     leaves = [*content, *(torch.randn(7, 2, 8, requires_grad=True) for _ in range(2))]
     states = dropout.dropout_states(DropoutKeys(torch.arange(4) * 10**15, torch.tensor(2)), LENGTH, LENGTH)
     dropped = (p, dropout.head_keys(states.tokens, 5, 2), states.columns)
