@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import wandb
 from helpers.tiny_runs import ROOT, flags, make_inputs
 
 import train_single_gpu
@@ -33,7 +37,7 @@ from training.errors import (
     kind_of_code,
 )
 from training.preemption import RestartRefused
-from training.sinks import Sink
+from training.sinks import BackgroundSink, Sink
 from training.status import RUNNING, read_status, record_failure, write_status
 
 HERE = socket.gethostname()
@@ -122,6 +126,33 @@ def test_error_is_reported_before_slow_start_up(inputs, tmp_path, capsys, monkey
     assert message in stderr
     assert ("Traceback" in stderr) == (code != 75 or isinstance(error, RuntimeError))
     assert state == "failed"
+
+
+def test_stop_is_noted_before_an_upload_is_waited_for(inputs, tmp_path, monkeypatch):
+    """SLURM may kill the job in the meantime; and a wandb that the job's signal ended is not started once more."""
+    seen, starts, train_step = [], [], train_single_gpu.train_step
+
+    def step(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return train_step(*arguments)
+
+    def init(**options: object) -> None:
+        while not (tmp_path / "run" / "checkpoints" / "step_00000001").exists():
+            time.sleep(0.01)
+        starts.append(options["mode"])
+        raise wandb.Error("wandb-core exited with code -15")
+
+    def join(sink: BackgroundSink, deadline: object) -> None:
+        seen.append(read_status(tmp_path / "run"))
+        sink._thread.join()
+
+    monkeypatch.setattr("train_single_gpu.train_step", step)
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(BackgroundSink, "join", join)
+    train_single_gpu.main(flags(inputs, tmp_path, wandb_mode="offline"), single_world)
+    ((state, reason, done),) = ((status.state, status.reason, status.step) for status in seen)
+    assert (state, reason, done) == ("stopped", "SIGINT", 1)
+    assert starts == ["offline"]
 
 
 # The job script's last word (slurm/requeue.py)

@@ -43,16 +43,18 @@ def background(cluster, jobs) -> dict[str, str]:
 
 
 def test_preempted_signalled_and_requeued_by_hand(jobs, background, cluster):
-    """Four jobs at a time: preempted by a higher partition; signalled on rank 1; requeued by hand; a GPU breaks."""
+    """Five jobs: preempted with and without grace; signalled on rank 1; requeued by hand; a GPU breaks."""
     slow = {"TEST_STEP_SECONDS": "0.5"}
-    names = ("preempted", "signalled", "by_hand", "broken")
+    names = ("preempted", "no_grace", "signalled", "by_hand", "broken")
     preempted = jobs.submit("preempted", "-wnode4", "--signal=USR1@60", env=slow)
+    no_grace = jobs.submit("no_grace", "--partition=nograce", "-wnode4", env=slow)
     signalled = jobs.submit("signalled", "--ntasks=2", "-wnode3", env=slow)
     by_hand = jobs.submit("by_hand", "-wnode3", env=slow)
     once, retry = {**slow, "TEST_DEVICE": "0:6"}, ("--requeue_on_crash",)
     broken = jobs.submit("broken", "--exclude=node[1,4]", script=retry, env=once, save_every=5)
     was_on = cluster.wait(broken, "RUNNING")["NodeList"]
     jobs.wait_for_step(preempted, "preempted", 5)
+    jobs.wait_for_step(no_grace, "no_grace", 5)
     high = cluster.sbatch("#!/bin/sh\nsleep 1\n", options=("--partition=high", "-wnode4", "--exclusive"))
     jobs.wait_for_step(by_hand, "by_hand", 5)
     cluster.scontrol("requeue", by_hand)
@@ -60,7 +62,7 @@ def test_preempted_signalled_and_requeued_by_hand(jobs, background, cluster):
     os.kill(cluster.pids(signalled)[1], signal.SIGUSR2)
     cluster.wait(high, "COMPLETED")
     outputs = {}
-    for name, job_id in zip(names, (preempted, signalled, by_hand, broken), strict=True):
+    for name, job_id in zip(names, (preempted, no_grace, signalled, by_hand, broken), strict=True):
         outputs[name] = jobs.check(name, job_id, launches=2)
         assert jobs.launches(name)[1]["start_step"] >= 5
         assert cluster.job(job_id)["Restarts"] == "1"  # exactly one requeue

@@ -56,13 +56,18 @@ def test_failures_of_a_rank(jobs, cluster):
 
 
 def test_cancelled_is_not_requeued(jobs, cluster):
-    job_id = jobs.submit("cancelled", "-wnode3", env={"TEST_STEP_SECONDS": "0.4"})
-    jobs.wait_for_step(job_id, "cancelled", 3)
-    cluster.scancel(job_id)
-    cluster.wait(job_id, "CANCELLED")
-    cluster.wait_for(lambda: read_status(jobs.runs / "cancelled").state == "stopped", 10, "its status", job_id)
-    assert newest_step(jobs.runs / "cancelled" / "checkpoints") >= 3  # it was given the time to save
-    assert cluster.job(job_id)["Restarts"] == "0"
+    """Cancelled, and asked by SIGINT to end: both save, neither starts again; wandb's service is hit by the signals."""
+    options = {"cancelled": (), "interrupted": ("--signal=INT",)}
+    slow = {"TEST_STEP_SECONDS": "0.4"}
+    ids = {name: jobs.submit(name, "--ntasks=2", "-wnode3", env=slow, save_every=50) for name in options}
+    for name, job_id in ids.items():
+        jobs.wait_for_step(job_id, name, 3)
+        cluster.scancel(*options[name], job_id)
+    for name, job_id in ids.items():
+        cluster.wait(job_id, "CANCELLED" if name == "cancelled" else "COMPLETED")
+        cluster.wait_for(lambda name=name: read_status(jobs.runs / name).state == "stopped", 10, "its status", job_id)
+        assert newest_step(jobs.runs / name / "checkpoints") >= 3  # it was given the time to save
+        assert cluster.job(job_id)["Restarts"] == "0"
 
 
 def test_full_disk_at_a_save(jobs, cluster, small_disk):

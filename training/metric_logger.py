@@ -21,7 +21,7 @@ from training.sinks import BackgroundSink, Console, JsonLines, Sink, open_sinks
 from training.status import RUNNING, StatusFile
 from training.summary import describe_launch
 
-_PATIENT_SECONDS, _HURRIED_SECONDS = 600.0, 20.0  # for what sinks still have to do at the end, such as uploads
+_PATIENT_SECONDS, _HURRIED_SECONDS = 600.0, 10.0  # for what sinks still have to do at the end, such as uploads
 
 
 def _has_step(record: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
@@ -278,6 +278,6 @@ def open_logger(
     about = {"model": model.to_dict(), "world_size": world.size, "data": inputs.data_identity}
     status.write(RUNNING, "", step)
     files, console = JsonLines(folder), Console(config.max_steps, step)
-    sinks = open_sinks(config, folder.path, wandb_id, step, about, console.say)
+    sinks = open_sinks(config, folder.path, wandb_id, step, about, console.say, signalled)
     sinks += plugins.open_sinks(folder.path, config, console.say)
     return MetricLogger(files, console, sinks, plugins, signalled)

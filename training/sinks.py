@@ -234,14 +234,20 @@ def open_sinks(
     start_step: int,
     about: Mapping[str, Any],
     say: Callable[[str], None],
+    signalled: Callable[[], bool],
 ) -> list[BackgroundSink]:
-    """The sinks that the flags ask for beside the run's own. about: what wandb shows of the run besides its flags."""
+    """The sinks that the flags ask for beside the run's own. about: what wandb shows of the run besides its flags.
+    signalled: whether somebody wants the run to end soon."""
     sinks, mode = [], wandb_mode(config)
     if mode != "disabled":
         upload = f"wandb sync {folder}/wandb/*run*"
         print(f"  wandb         {'online' if mode == 'online' else f'offline; upload with: {upload}'}")
         remedy = "`wandb sync` can complete its upload from the run folder"
-        sinks.append(BackgroundSink("wandb", lambda: Wandb(config, mode, folder, wandb_id, about, say), say, remedy))
+
+        def open_wandb() -> Wandb:
+            return Wandb(config, mode, folder, wandb_id, about, say, signalled)
+
+        sinks.append(BackgroundSink("wandb", open_wandb, say, remedy))
     if config.tensorboard:
         print(f"  tensorboard   look at it with: tensorboard --logdir {folder}/tensorboard")
         sinks.append(BackgroundSink("tensorboard", lambda: TensorBoard(folder, start_step), say))
@@ -336,6 +342,7 @@ class Wandb(Sink):
         run_id: str,
         about: Mapping[str, Any],
         say: Callable[[str], None],
+        signalled: Callable[[], bool],
     ):
         import wandb
         from wandb.errors import Error as WandbError
@@ -353,6 +360,8 @@ class Wandb(Sink):
         try:
             self.run = wandb.init(mode="online" if mode == "online" else "offline", settings=quiet, **options)
         except WandbError as error:
+            if signalled():  # a job's signals reach wandb's service as well; no time is left for another
+                raise
             say(f"note: wandb could not start ({error}); it logs offline, and `wandb sync` uploads that")
             self.run = wandb.init(mode="offline", settings=quiet, **options)
         _define_metrics(self.run)

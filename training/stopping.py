@@ -294,6 +294,8 @@ class RunEnd:
                 self.code = self._failed(error)  # before anything is closed: a thread or an upload may take long
             elif self._comes_back():
                 self.log.preempting()
+            if error is None and self.stop is not None:
+                self._note_stop(self.stop)
             self.stack.close()
             if error is None and self.stop is not None:
                 self._stopped(self.stop)
@@ -329,6 +331,12 @@ class RunEnd:
                 reason = " ".join((str(error) or type(error).__name__).split())[:1000]
                 self.status.write(FAILED, reason, newest_step(*checkpoint_folders(self.config.run_folder)))
         return report_error(error, self.config, self.world)
+
+    def _note_stop(self, stop: Stop) -> None:
+        """Write the status before an upload is waited for, in which SLURM may kill the job; `_stopped` replaces it."""
+        if self.status is not None and stop.kind not in (SUPERSEDED, PROBLEM):
+            with suppress(OSError):
+                self.status.write(STOPPED, stop.text, self.step)
 
     def _stopped(self, stop: Stop) -> None:
         """The last message of a run that has stopped and saved, by rank 0, which alone requeues.
