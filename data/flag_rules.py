@@ -18,6 +18,10 @@ class Rule(NamedTuple):
     text: str
 
 
+def as_tuple(value: float | tuple[float, ...]) -> tuple[float, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
 def at_least(least: int, reason: str = "") -> Rule:
     return Rule(lambda value: value >= least, f"it must be at least {least}" + f": {reason}" * bool(reason))
 
@@ -32,6 +36,7 @@ FOLDER_NAME = Rule(lambda value: "/" not in value and value not in (".", ".."), 
 POSITIVE = Rule(lambda value: value > 0, "it must be above 0")
 FRACTION = Rule(lambda value: 0 <= value <= 1, "it is a fraction and must be between 0 and 1")
 DECAY = Rule(lambda value: 0 <= value < 1, "it must be at least 0 and below 1")
+DECAYS = Rule(lambda values: all(map(DECAY.holds, as_tuple(values))), DECAY.text)
 RISING = Rule(_rises, "it must be rising numbers above 0 and at most 1, such as 0.7,0.9")
 LENGTH = Rule(
     lambda value: isinstance(value, str) or 0 <= value <= 1,
@@ -70,6 +75,14 @@ def amounts_of(unit: str) -> Rule:
 
 def float_list(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(",") if part.strip())
+
+
+def decays(text: str) -> float | tuple[float, ...]:
+    """One number, or several, of which no two are the same."""
+    found = float_list(text)
+    if not found or len({*found}) < len(found):
+        raise ValueError(text)
+    return next(iter(found)) if len(found) == 1 else found
 
 
 def int_list(text: str) -> tuple[int, ...]:
@@ -115,6 +128,7 @@ def rows(text: str) -> int:
     return 0 if text == "auto" else int(text)
 
 
+decays.__name__ = "different decays such as 0.999,0.9999,"
 rows.__name__ = "number of rows, or auto,"
 length.__name__ = "part of the run"
 amount.__name__ = "number"

@@ -19,17 +19,20 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import torch
 
 from data.cli import Parser
-from evaluation.generation import UsageError, run
+from evaluation.generation import UsageError, add_weights_flags, run
 from training.checkpoint import Checkpoint, SaveError, locate, open_checkpoint, write_checkpoint
 from training.status import checkpoint_folders, list_checkpoints
 
 
-def mean_weights(checkpoints: list[Checkpoint], part: str) -> dict[str, torch.Tensor]:
-    """The mean of each tensor of `part` ("model" or "ema"), summed in float64. Raises UsageError where they differ."""
+def mean_weights(checkpoints: list[Checkpoint], average: bool | str) -> dict[str, torch.Tensor]:
+    """The mean of each tensor of their weights, or of an average that they hold (`weights_file`), summed in float64.
+
+    Raises UsageError where they differ, CheckpointError where one has no such average.
+    """
     sums: dict[str, torch.Tensor] = {}
     first: dict[str, torch.Tensor] = {}
     for number, checkpoint in enumerate(checkpoints):
-        tensors = checkpoint.tensors(part)
+        tensors = checkpoint.weights(average)
         first = first or tensors
         shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (first, tensors)]
         if shapes[0] != shapes[1]:
@@ -53,7 +56,7 @@ def _average(options: argparse.Namespace) -> None:
     if len(found) < max(2, options.last):
         wanted = f"--last {options.last}" if options.last else "an average"
         raise UsageError(f"{' '.join(options.model)}: {len(found)} checkpoints are too few for {wanted}")
-    weights = mean_weights(found, "ema" if options.ema else "model")
+    weights = mean_weights(found, options.ema)
     newest = max(found, key=lambda checkpoint: checkpoint.step)
     record = {name: value for name, value in newest.record.items() if name not in ("format", "step", "files")}
     record["average_of"] = [str(checkpoint.path) for checkpoint in found]
@@ -70,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("model", nargs="+", metavar="MODEL", help="checkpoints, or a run folder with --last")
     parser.add_argument("--last", type=int, default=0, metavar="N", help="the newest N checkpoints of the run folder")
-    parser.add_argument("--ema", action="store_true", help="of the averaged weights that each checkpoint holds")
+    add_weights_flags(parser)
     parser.add_argument("--output", required=True, metavar="FOLDER", help="checkpoint to write")
     return run(_average, parser.parse_args(arguments))
 

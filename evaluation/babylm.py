@@ -51,6 +51,7 @@ from evaluation.token_log_probs import SpecialIds, TokenizedSentences, joined, s
 from evaluation.zero_shot import READING, Dataset, by_item, encode_items, find_datasets
 from export.hf_format import is_exported
 from training.checkpoint import locate
+from training.ema import weights_file
 
 _BACKENDS = {"masked": "mlm", "causal": "causal", "fused": "fused"}
 # For each objective, by dataset: the sentences, and for reading times the place that each belongs to.
@@ -124,7 +125,7 @@ def evaluate(options: argparse.Namespace) -> None:
         found = {
             "model": str(path),
             "revision": name[1],
-            "weights": "ema" if options.ema else "trained",
+            "weights": weights_file(options.ema) if options.ema else "trained",
             "document_end": model.document_end,
             "shots": options.shots,
             "datasets": {each.name: summarise(each, suite, scores) for each in suite.datasets},
@@ -137,10 +138,10 @@ def evaluate(options: argparse.Namespace) -> None:
         print("\n".join(overview(["/".join(name) for name in names], every, modes)))
 
 
-def model_name(path: str, ema: bool, shots: int = 0) -> tuple[str, str]:
+def model_name(path: str, ema: bool | str, shots: int = 0) -> tuple[str, str]:
     """The names of a model and of its revision: a checkpoint of a run, or a folder called chck_..., is a revision."""
     folder = Path(os.path.abspath(path))  # chck_1M may be a link to a checkpoint
-    suffix = "-ema" * ema + (f"-{shots}shot" if shots else "")
+    suffix = f"-{weights_file(ema)}" * bool(ema) + (f"-{shots}shot" if shots else "")
     if folder.parent.name == "checkpoints":
         return f"{folder.parent.parent.name}{suffix}", folder.name
     if folder.name.startswith("chck_"):

@@ -253,7 +253,7 @@ def add_model_flags(parser: Parser, several: bool = False) -> None:
         nargs="+" if several else None,
         help="run folder (its newest checkpoint), checkpoint, or exported folder",
     )
-    parser.add_argument("--ema", action="store_true", help="use the averaged weights (default: the trained weights)")
+    add_weights_flags(parser)
     parser.add_argument(
         "--device",
         choices=("auto", "cuda", "cpu"),
@@ -262,8 +262,15 @@ def add_model_flags(parser: Parser, several: bool = False) -> None:
     )
 
 
-def load(path: str | Path, ema: bool, device: str) -> LoadedModel:
-    """The model at MODEL, with --ema and --device as given.
+def add_weights_flags(parser: Parser) -> None:
+    """The flags that choose among the weights of a checkpoint, both as `ema`: what `weights_file` takes."""
+    parser.add_argument("--ema", action="store_true", help="the averaged weights (default: the trained weights)")
+    text = "a further average of the weights: 0.9999 of --ema_decay 0.999,0.9999, or tail (--tail_average)"
+    parser.add_argument("--average", dest="ema", default=argparse.SUPPRESS, metavar="NAME", help=text)
+
+
+def load(path: str | Path, ema: bool | str, device: str) -> LoadedModel:
+    """The model at MODEL, with --ema or --average and --device as given.
 
     Raises CheckpointError, ConfigError or ModelConfigError, each with one sentence.
     """

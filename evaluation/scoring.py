@@ -25,6 +25,7 @@ from evaluation.generation import LoadedModel, UsageError, add_model_flags, load
 from evaluation.token_log_probs import BatchShape, SpecialIds, TokenizedSentences, count_tokens, token_scores
 from training.checkpoint import training_flags
 from training.distributed import World
+from training.ema import weights_file
 from training.environment import Environment
 
 _ROW_LENGTH = 128
@@ -162,7 +163,7 @@ def check_output(path: str | None, flag: str) -> None:
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
     """How results begin: the model and which of its weights."""
-    return {"model": options.model, "weights": "ema" if options.ema else "trained"}
+    return {"model": options.model, "weights": weights_file(options.ema) if options.ema else "trained"}
 
 
 def write_results(path: str | Path | None, results: dict[str, Any]) -> None:

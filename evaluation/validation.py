@@ -92,8 +92,9 @@ def validation_metrics(state: TrainState, inputs: Inputs, wanted: Callable[[], b
         return found
 
     metrics = measure("")
-    with state.ema.swapped_in(state.model):
-        metrics |= measure("ema_")
+    for prefix, average in {"ema_": state.ema, **{f"ema-{n}_": a for n, a in state.begun_averages.items()}}.items():
+        with average.swapped_in(state.model):
+            metrics |= measure(prefix)
     first = sets[0][2].removeprefix("valid/")  # of several, the first is also what a run with a single set has
     metrics |= {key.replace(first, "", 1): value for key, value in metrics.items() if first and f"valid/{first}" in key}
     return {"step": state.step, "stats/tokens": inputs.plan.tokens_before(state.step), **metrics}
@@ -104,11 +105,15 @@ def validation_line(metrics: dict[str, Any]) -> str:
 
     def losses(prefix: str, suffix: str) -> str:
         keys = {name: f"{name}_loss{suffix}" for name in OBJECTIVE_NAMES if f"{prefix}{name}_loss{suffix}" in metrics}
+        marks = [match[1] for key in metrics if (match := further.fullmatch(key))]
         return ", ".join(
-            f"{name} {metrics[prefix + key]:.3f} (EMA {metrics[f'{prefix}ema_{key}']:.3f})"
+            f"{name} {metrics[prefix + key]:.3f} (EMA {metrics[f'{prefix}ema_{key}']:.3f}"
+            + "".join(f", {mark} {metrics[f'{prefix}ema-{mark}_{key}']:.3f}" for mark in dict.fromkeys(marks))
+            + ")"
             for name, key in keys.items()
         )
 
+    further = re.compile(r"valid/ema-([^_/]+)_\w+_loss")
     known = re.compile(rf"valid/(?:([^/]+)/)?(?:{'|'.join(OBJECTIVE_NAMES)})_loss(?:_(\d+))?")
     found = [match for key in metrics if (match := known.fullmatch(key))]
     lengths = sorted({match[2] for match in found if match[2]}, key=int)

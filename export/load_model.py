@@ -16,26 +16,23 @@ from training.checkpoint import CheckpointError, locate, training_flags
 
 
 def load_model(
-    path: str | Path, ema: bool = False, device: str | torch.device = "cpu"
+    path: str | Path, ema: bool | str = False, device: str | torch.device = "cpu"
 ) -> tuple[PretrainingModel, Tokenizer, ModelConfig]:
     """Model (in evaluation mode), tokenizer and ModelConfig of a run folder, a checkpoint or an exported folder.
 
-    `ema` takes the averaged weights. Raises CheckpointError.
+    `ema` takes the averaged weights, or a further average by its name. Raises CheckpointError.
     """
     if is_exported(Path(path)):
         if ema:
             raise CheckpointError(
-                f"{path} holds one set of weights; export the averaged ones with --ema, then use those"
+                f"{path} holds one set of weights; export the averaged ones with --ema or --average, then use those"
             )
         config, tensors, text = read_exported(Path(path))
         tokenizer = Tokenizer.from_str(text)
     else:
         checkpoint = locate(path)
         config = ModelConfig.from_json(checkpoint.path / "config.json")
-        name = "ema" if ema else "model"
-        if f"{name}.safetensors" not in checkpoint.record["files"]:
-            raise CheckpointError(f"checkpoint {checkpoint.path} has no {name}.safetensors")
-        tensors = checkpoint.tensors(name)
+        tensors = checkpoint.weights(ema)
         tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
     model = build_model(config)
     model.load_state_dict(tensors)

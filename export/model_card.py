@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from data.atomic_io import json_object
 from data.ledger import ledger_rows
 from training.checkpoint import Checkpoint
 from training.config import FIELDS
+from training.ema import weights_file
 from training.metric_logger import read_metrics
 
 _MOST_RESULTS = 60
@@ -73,7 +75,7 @@ def model_card(
     config: Mapping[str, Any],
     parameters: int,
     tokens: Mapping[str, str],
-    ema: bool,
+    ema: bool | str,
     records: Records,
     stated: Stated,
     native: str = "",
@@ -93,7 +95,8 @@ def model_card(
         f"{config['position_embedding']} positions), pretrained on a mix of masked and causal language modelling "
         "([GPT-BERT, Charpentier and Samuel 2024](https://arxiv.org/abs/2410.24159)). The same weights read "
         "bidirectionally (embeddings, filling masks, classification) and causally (scoring and continuing texts)."
-        + (" These are the exponentially averaged weights." if ema else ""),
+        + f" These are averaged weights ({weights_file(ema)} of the checkpoint)."
+        * bool(ema),
         _native_usage(place, native) if native else _usage(place, tokens),
         _training(records),
         _ledger(records.checkpoint.get("ledger")),
@@ -185,17 +188,17 @@ def _ledger(ledger: Mapping[str, Any] | None) -> str:
     return f"## Data used\n\n{_table(*ledger_rows(ledger))}\n\n{note}"
 
 
-def _results(records: Records, ema: bool) -> str:
+def _results(records: Records, ema: bool | str) -> str:
     """Validation and scores during training, then finished evaluations; only those of these weights."""
-    kept, other = ("valid/ema_", "valid/") if ema else ("valid/", "valid/ema_")
-    rows = []
+    kept = f"valid/{weights_file(ema).replace('_', '-')}_" if ema else "valid/"
+    rows, weights = [], weights_file(ema) if ema else "trained"
     for key, value in records.metrics.items():
-        if key.startswith("valid/") and (key.startswith(kept) if ema else not key.startswith(other)):
+        if key.startswith("valid/") and (ema or not re.match("valid/ema[_-]", key)) and key.startswith(kept):
             rows.append((f"validation: {key.removeprefix(kept).replace('_', ' ')}", f"{value:.4g}"))
         elif key.startswith("eval/"):
             rows.append((f"during training: {key.removeprefix('eval/').replace('_', ' ')}", f"{value:.4g}"))
     for content in records.evaluations:
-        if content.get("weights") == ("trained" if ema else "ema"):
+        if content.get("weights", weights) != weights:
             continue
         rows += _pair_rows(content["sets"])
     return "## Results\n\n" + _table(("measured", "value"), rows[:_MOST_RESULTS]) if rows else ""

@@ -10,6 +10,7 @@ folder is that of a class of transformers' own, where the shape allows (export/n
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -57,6 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("model", metavar="MODEL", help="run folder (its newest checkpoint) or checkpoint folder")
     parser.add_argument("output", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
     parser.add_argument("--ema", action="store_true", help="export the averaged weights (default: the trained weights)")
+    text = "export a further average of the weights: 0.9999 of --ema_decay 0.999,0.9999, or tail (--tail_average)"
+    parser.add_argument("--average", dest="ema", default=argparse.SUPPRESS, metavar="NAME", help=text)
     parser.add_argument(
         "--native", action="store_true",
         help="as the class that transformers has for this model_type, such as ModernBertForMaskedLM, which other "
@@ -111,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
 def export(
     model_path: str | Path,
     output: Path,
-    ema: bool = False,
+    ema: bool | str = False,
     name: str = "",
     stated: Stated = NOTHING_STATED,
     native: bool = False,
@@ -129,7 +132,7 @@ def export(
 def export_all(
     run: str | Path,
     output: Path,
-    ema: bool = False,
+    ema: bool | str = False,
     name: str = "",
     stated: Stated = NOTHING_STATED,
     native: bool = False,
@@ -148,7 +151,7 @@ def export_all(
 
 
 def _export_into(
-    folder: Path, model_path: str | Path, ema: bool, name: str, place: str, stated: Stated, native: bool
+    folder: Path, model_path: str | Path, ema: bool | str, name: str, place: str, stated: Stated, native: bool
 ) -> None:
     """All files of an exported model; `name` and `place` are those of the model card."""
     if is_exported(Path(model_path)):
@@ -224,7 +227,7 @@ def write_files(
     checkpoint: Checkpoint,
     model: LTGBert,
     special: SpecialTokens,
-    ema: bool,
+    ema: bool | str,
     called: tuple[str, str],
     stated: Stated,
     form: NativeForm | None,

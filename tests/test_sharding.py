@@ -25,7 +25,8 @@ from training.state import TrainState, _empty_model
 
 OPTIONS = {
     "max_steps": 8, "save_every": 4, "validate_every": 0, "valid_path": "", "collective_timeout": 0.5,
-    "check_ranks_every": 3, "log_stats_every": 3, "warmup_proportion": 0.2,
+    "check_ranks_every": 3, "log_stats_every": 3, "warmup_proportion": 0.2, "ema_decay": "0.999,0.3",
+    "tail_average": "6",
 }  # fmt: skip
 OPTIMIZERS = {"lamb": "lamb", "normuon": "normuon", "nadam": "torch.optim.NAdam"}
 NAMES = ("lamb_whole", "lamb_bfloat16")
@@ -81,7 +82,7 @@ def test_same_run(runs: tuple[Path, dict[str, list[Outcome]]], name: str, expect
         assert {key for key in line if not key.startswith("ranks/")} == set(other)
         for key in (key for key in line if key.endswith("_loss") or "_norm" in key):
             assert line[key] == pytest.approx(other[key], rel=1e-3 if "norm" in key else 1e-5), (line["step"], key)
-    for file in ("model", "ema", "optimizer"):
+    for file in ("model", "ema", "ema_0.3", "ema_tail", "optimizer"):
         a, b = (locate(home / run).tensors(file) for run in (expected, name))
         assert a.keys() == b.keys()
         for key in a:
@@ -102,8 +103,8 @@ def test_same_bits(runs: tuple[Path, dict[str, list[Outcome]]]):
     files = [
         path.read_bytes() for name in ("lamb_whole", "lamb_two") for path in (runs[0] / name).glob("**/*00008/*rs")
     ]
-    assert len(files) == 6
-    assert files[:3] == files[3:]
+    assert len(files) == 10
+    assert files[:5] == files[5:]
 
 
 @pytest.mark.slow

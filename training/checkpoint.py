@@ -28,6 +28,7 @@ import torch
 
 from data.atomic_io import sync_folder, write_atomically
 from training.config import ConfigError, later_flag
+from training.ema import weights_file
 from training.errors import HARDWARE, UserError
 from training.status import ABANDONED, checkpoint_folders, folder_name, list_checkpoints, step_of
 
@@ -74,10 +75,18 @@ class Checkpoint:
         with safe_open(self.path / f"{name}.safetensors", framework="pt", device=str(device)) as file:
             return {key: file.get_tensor(key) for key in file.keys() if wanted(key)}  # noqa: SIM118 - no dict
 
+    def weights(self, average: bool | str) -> dict[str, torch.Tensor]:
+        """The weights, or an average of them (`weights_file`). Raises CheckpointError where it is not there."""
+        name, files = weights_file(average), self.record["files"]
+        if f"{name}.safetensors" not in files:
+            there = ", ".join(file for file in files if file.startswith(("model.", "ema")))
+            raise CheckpointError(f"checkpoint {self.path} has no {name}.safetensors; it holds {there}")
+        return self.tensors(name)
 
-def checkpoint_bytes(parameters: int) -> int:
-    """About how large a checkpoint of so many parameters is: weights, their average and two moments, in float32."""
-    return 16 * parameters
+
+def checkpoint_bytes(parameters: int, further_averages: int = 0) -> int:
+    """About how large a checkpoint of so many parameters is: weights, their averages and two moments, in float32."""
+    return (16 + 4 * further_averages) * parameters
 
 
 class FileImage:

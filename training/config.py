@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from data.cli import Parser, closest, shown
-from data.flag_rules import GROUPS, amount, float_list, int_list, length, rows, text_list
+from data.flag_rules import GROUPS, amount, as_tuple, decays, float_list, int_list, length, rows, text_list
 from data.mask_rates import MaskRateError, MaskRates
 from data.positions import Position, parse_amount
 from data.ratio_schedule import parse_schedule
@@ -52,6 +52,16 @@ class TrainingConfig(Flags):
         """The flag that gives the run's length in another unit than steps, and how much; None: in steps."""
         given = next((name for name in _BUDGETS[1:] if getattr(self, name)), None)
         return None if given is None else (given, parse_amount(getattr(self, given), given.removeprefix("max_")))
+
+    @property
+    def ema_decays(self) -> tuple[float, ...]:
+        """The decays of --ema_decay, one or more."""
+        return as_tuple(self.ema_decay)
+
+    @property
+    def further_averages(self) -> tuple[str, ...]:
+        """Names of the averages of weights beside the first, such as 0.9999 and tail."""
+        return tuple(map(str, self.ema_decays[1:])) + ("tail",) * (self.tail_average not in (0.0, "0"))
 
     @property
     def numerator_end(self) -> int | None:
@@ -223,9 +233,10 @@ def _typed(name: str, value: Any, path: str) -> Any:
     elif kind is float:
         fits = isinstance(value, int | float) and not isinstance(value, bool)
         value = float(value) if fits else value
-    elif kind in (length, rows):
+    elif kind in (length, rows, decays):
         try:
-            value, fits = kind(str(value)), not isinstance(value, bool)
+            fits = not isinstance(value, bool)
+            value = kind(",".join(map(str, value)) if isinstance(value, list) else str(value))
         except ValueError:
             fits = False
     elif kind is amount:

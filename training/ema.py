@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights."""
+"""Averages of the weights: exponential moving ones, and with a decay that moves, the mean of a run's last part."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+
+
+def weights_file(average: bool | str) -> str:
+    """The file of a checkpoint, but for its ending, that holds the weights (False), their first average (True), or the
+    further average of this name."""
+    return f"ema_{average}" if isinstance(average, str) else "ema" if average else "model"
 
 
 class Ema:

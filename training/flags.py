@@ -16,6 +16,7 @@ from pathlib import Path
 
 from data.flag_rules import (
     DECAY,
+    DECAYS,
     FACTORS,
     FOLDER_NAME,
     FRACTION,
@@ -30,6 +31,7 @@ from data.flag_rules import (
     amount,
     amounts_of,
     at_least,
+    decays,
     float_list,
     int_list,
     length,
@@ -245,12 +247,9 @@ class Flags:
         ),
     )
     learning_rate_by_role: tuple[str, ...] = _flag(
-        (),
-        "factors of the learning rate by part of the model (embedding, attention, mlp, dwa, head), as embedding=0.5",
-        "optimization",
-        FACTORS,
-        kind=text_list,
-    )
+        (), "factors of the learning rate by part of the model (embedding, attention, mlp, dwa, head), as "
+        "embedding=0.5", "optimization", FACTORS, kind=text_list,
+    )  # fmt: skip
     weight_decay_by_role: tuple[str, ...] = _flag(
         (), "the same of weight decay, such as attention=2,mlp=2", "optimization", FACTORS, kind=text_list
     )
@@ -288,21 +287,22 @@ class Flags:
         choices=("none", "skip", "rollback"),
     )  # fmt: skip
     spike_threshold: float = _flag(8.0, "see --spike_policy", "optimization", POSITIVE)
-    ema_decay: float = _flag(
-        0.999, "decay per step of the exponential moving average of the weights", "optimization", DECAY
-    )
+    ema_decay: float | tuple[float, ...] = _flag(
+        0.999, "decay per step of the exponential moving average of the weights. 0.999,0.9999 keeps an average of each "
+        "(4 bytes a parameter): samples and suites take the first, each is validated (valid/ema-0.9999_masked_loss) "
+        "and saved, for --average 0.9999 of evaluation and export", "optimization", DECAYS, kind=decays,
+    )  # fmt: skip
+    tail_average: float | str = _flag(
+        0.0, "also keep the mean of the weights after each step of the run's last part (4 bytes a parameter): a "
+        "fraction, steps, tokens, words or epochs; validated as valid/ema-tail_masked_loss, for --average tail",
+        "optimization", LENGTH, kind=length,
+    )  # fmt: skip
     ema_warmup: bool | None = _flag(
-        None,
-        "let that decay rise from 2/11 as (1 + step) / (10 + step), so that the initial weights are soon forgotten "
-        "(default: as the run that is resumed, else yes)",
-        "optimization",
-        kind=bool,
-        later=Later(
-            False,
-            True,
-            "the average of the weights has no warm-up, as this run began (a new run's has; --no-ema_warmup)",
-        ),
-    )
+        None, "let that decay rise from 2/11 as (1 + step) / (10 + step), so that the initial weights are soon "
+        "forgotten (default: as the run that is resumed, else yes)", "optimization", kind=bool,
+        later=Later(False, True, "the average of the weights has no warm-up, as this run began (a new run's has; "
+                    "--no-ema_warmup)"),
+    )  # fmt: skip
     allreduce_dtype: str = _flag(
         "float32", "precision of the all_reduce of gradients; bfloat16 halves the traffic and rounds a sum to 8 bits",
         "optimization", choices=("float32", "bfloat16"),

@@ -251,7 +251,7 @@ def _named_checkpoints(config: TrainingConfig, mix: MixPlan, plan: DataPlan, cor
 def _with_lengths(config: TrainingConfig, plan: DataPlan, corpus: Corpus) -> TrainingConfig:
     """`config` with the parts of its rate's schedule in steps where they are no fractions. Raises ConfigError."""
     steps: dict[str, str] = {}
-    for name in ("warmup_proportion", "cooldown_proportion", "decay_proportion"):
+    for name in ("warmup_proportion", "cooldown_proportion", "decay_proportion", "tail_average"):
         if isinstance(value := getattr(config, name), str):
             try:
                 at_end = name != "warmup_proportion"

@@ -181,7 +181,8 @@ def begin_check(state: TrainState, world: World) -> RankCheck | None:
         return None
     tensors = {
         "weights": dict(state.model.named_parameters()),
-        "average": state.ema.state_dict(),
+        "average": state.ema.state_dict()
+        | {f"{n} ({name})": a for name, each in state.averages.items() for n, a in each.state_dict().items()},
         "moments": named_state(state.optimizer, state.model),
     }
     if state.gradients.sharded:

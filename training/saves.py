@@ -26,6 +26,7 @@ from data.atomic_io import write_atomically
 from data.objectives import added_objectives
 from training.checkpoint import Checkpoint, FileImage, SaveError, give_name, open_checkpoint, prune, write_checkpoint
 from training.distributed import World, on_main
+from training.ema import weights_file
 from training.errors import NonFiniteError
 from training.inputs import Inputs
 from training.metric_logger import MetricLogger
@@ -113,6 +114,7 @@ def state_tensors(state: TrainState) -> Tensors:
     return {
         "model": state.model.state_dict(),
         "ema": state.ema.state_dict(),
+        **{weights_file(name): average.state_dict() for name, average in state.begun_averages.items()},
         "optimizer": named_state(state.optimizer, state.model),
     }
 

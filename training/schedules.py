@@ -1,8 +1,13 @@
 """Learning rate and decay of the average as pure functions of the step, so that there is nothing to checkpoint."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from training.config import TrainingConfig
 
 _FLOOR = 0.1  # the cosine ends, and the cool-down starts, at this fraction of the peak
 _FIRST = 1 / 25  # of the peak: where one_cycle begins
@@ -92,6 +97,17 @@ def learning_rate(
     return peak * SCHEDULES[schedule](step, of)
 
 
+def in_words(config: TrainingConfig) -> list[str]:
+    """The course of the learning rate: its name, and where it turns."""
+    steps = config.max_steps
+    found = [f"{config.schedule}, warm-up to step {steps_of(config.warmup_proportion, steps)}"]
+    if config.schedule == "cosine":
+        found.append(f"cool-down from step {steps - steps_of(config.cooldown_proportion, steps)}")
+    if config.schedule == "wsd":
+        found.append(f"{config.decay_shape} decay from step {steps - steps_of(config.decay_proportion, steps)}")
+    return found
+
+
 def decay_factor(step: int, max_steps: int, first: float, last: float) -> float:
     """Weight decay of step `step` as a multiple of its `first`; linear to `last`, constant if that is below 0."""
     return 1.0 if last < 0 else 1 + (last / first - 1) * (step / max_steps)
@@ -104,6 +120,11 @@ def average_decay(done: int, decay: float, warm_up: bool) -> float:
     one over about the last ninth of the steps done, and what it started from is soon forgotten.
     """
     return min(decay, (1 + done) / (10 + done)) if warm_up else decay
+
+
+def mean_decay(count: int) -> float:
+    """The decay at which an average that takes in its `count`-th weights becomes the mean of all of them."""
+    return 1 - 1 / count
 
 
 def due(step: int, every: int, max_steps: int) -> bool:

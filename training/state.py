@@ -21,7 +21,7 @@ from ops.bit_sums import BitSums
 from training.checkpoint import Checkpoint, checkpoint_bytes, read_initial_weights
 from training.config import ConfigError, TrainingConfig
 from training.distributed import World, on_main
-from training.ema import Ema
+from training.ema import Ema, weights_file
 from training.forward_backward import ForwardBackward, compile_layers, graph_obstacle, recompute_activations
 from training.gradients import BUCKET_BYTES, GradientBuckets
 from training.loss import SpikeGuard
@@ -33,6 +33,7 @@ from training.optimizers import (
     takes_over,
 )
 from training.rank_checks import check_same_model
+from training.schedules import steps_of
 from training.status import checkpoint_folders
 
 _INITIALISATION = 301  # purpose of the key that seeds the initial weights
@@ -43,7 +44,7 @@ class TrainState:
     """All that training changes. `step` counts optimizer steps done.
 
     spikes: what --spike_policy knows, None for "none". before_update: called before weights change, which a save may
-    still be copying.
+    still be copying. averages: beside `ema`, by name (config.further_averages).
     """
 
     step: int
@@ -54,7 +55,8 @@ class TrainState:
     ema: Ema
     optimizer_step: OptimizerStep
     forward_backward: ForwardBackward
-    starts: dict[str, int]  # steps at which the optimizer's state and the schedule began: 0, where nothing was reset
+    starts: dict[str, int]  # steps at which the optimizer's state, the schedule and the average of the tail begin
+    averages: dict[str, Ema] = field(default_factory=dict)
     bit_sums: BitSums = field(default_factory=BitSums)
     spikes: SpikeGuard | None = None
     before_update: Callable[[], None] = lambda: None
@@ -67,7 +69,22 @@ class TrainState:
     @property
     def checkpoint_bytes(self) -> int:
         """About how large a checkpoint is."""
-        return checkpoint_bytes(self.parameters)
+        return checkpoint_bytes(self.parameters, len(self.averages))
+
+    @property
+    def begun_averages(self) -> dict[str, Ema]:
+        """Those further averages that have taken in weights."""
+        return _begun(self.averages, self.step, self.starts)
+
+    def count_step(self, updated: bool) -> None:
+        """Count a step that is done, and take the weights into the further averages unless they were left as they were:
+        updates are counted from `starts`, one less then."""
+        self.step += 1
+        if not updated:
+            self.starts["optimizer"] += 1
+            self.starts["tail"] += self.starts["tail"] < self.step
+        for average in self.begun_averages.values() if updated else ():
+            average.update(self.model)
 
     @classmethod
     def create(
@@ -88,10 +105,12 @@ class TrainState:
         sharded = config.sharding == "zero1"
         gradients = GradientBuckets(model, world, config.allreduce_dtype, captures, bucket_bytes, sharded=sharded)
         optimizer = _optimizer(config, model, gradients.owned)
-        ema = Ema(model, config.ema_decay, gradients.owned, gradients.share_weights)
+        ema = Ema(model, config.ema_decays[0], gradients.owned, gradients.share_weights)
+        averages = {name: Ema(model, 0.0, gradients.owned, gradients.share_weights) for name in config.further_averages}
         step, starts = _begin(config, checkpoint)
         if checkpoint is not None:
-            _load(checkpoint, model, optimizer if starts["optimizer"] != step else None, ema, step, starts, world)
+            of_it = {True: ema, **_begun(averages, step, starts)}
+            _load(checkpoint, model, optimizer if starts["optimizer"] != step else None, of_it, step, starts, world)
         recomputed = _recomputed(config, model)
         if config.compile:
             compile_layers(model, recomputed)
@@ -103,31 +122,38 @@ class TrainState:
         spikes = None
         if config.spike_policy != "none":
             spikes = SpikeGuard(config.spike_threshold, checkpoint and checkpoint.record.get("spikes"))
-        return cls(step, world, model, gradients, optimizer, ema, update, forward_backward, starts, spikes=spikes)
+        parts = (model, gradients, optimizer, ema, update, forward_backward, starts, averages)
+        return cls(step, world, *parts, spikes=spikes)
 
     def return_to(self, checkpoint: Checkpoint) -> None:
-        """Take weights, average and moments of an earlier step of this run, and continue at the present one."""
+        """Take weights, averages and moments of an earlier step of this run, and continue at the present one."""
         self.before_update()
-        starts = checkpoint.record.get("starts", {"optimizer": 0})
+        starts = {"optimizer": 0, "tail": checkpoint.step, **checkpoint.record.get("starts", {})}
         self.model.load_state_dict(checkpoint.tensors("model"))
-        _load(checkpoint, self.model, self.optimizer, self.ema, checkpoint.step, starts, self.world)
+        averages = {True: self.ema, **_begun(self.averages, checkpoint.step, starts)}
+        _load(checkpoint, self.model, self.optimizer, averages, checkpoint.step, starts, self.world)
         self.starts["optimizer"] = self.step - (checkpoint.step - starts["optimizer"])
+        self.starts["tail"] = max(starts["tail"], self.step - max(0, checkpoint.step - starts["tail"]))
         if self.spikes is not None:
             self.spikes.restore(checkpoint.record.get("spikes", {}))
 
 
 def _begin(config: TrainingConfig, checkpoint: Checkpoint | None) -> tuple[int, dict[str, int]]:
     """The first step, and `TrainState.starts`: a checkpoint's, but for what a branch resets or cannot take over."""
-    starts = {"optimizer": 0, "schedule": 0}
+    tail = config.max_steps - steps_of(config.tail_average, config.max_steps)
+    starts = {"optimizer": 0, "schedule": 0, "tail": tail}
     if checkpoint is None:
         return 0, starts
-    starts |= checkpoint.record.get("starts", {})
+    begun = checkpoint.record.get("starts", {})
+    starts |= begun
     homes = [home.resolve() for home in checkpoint_folders(config.run_folder)]
     if checkpoint.path.resolve().parent in homes:
         return checkpoint.step, starts
     step = checkpoint.step
     if "step" in config.reset:
         step, starts = 0, {"optimizer": starts["optimizer"] - step, "schedule": 0}
+    same_tail = begun.get("tail") == tail and step == checkpoint.step
+    starts["tail"] = tail if same_tail else max(tail, step)  # an average of another tail begins anew
     if "schedule" in config.reset:
         starts["schedule"] = step
     taken = takes_over(config.optimizer, checkpoint.record["flags"].get("optimizer", config.optimizer))
@@ -169,13 +195,16 @@ def _load(
     checkpoint: Checkpoint,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    ema: Ema,
+    averages: Mapping[bool | str, Ema],
     step: int,
     starts: Mapping[str, int],
     world: World,
 ) -> None:
-    """Restore this rank's part of optimizer (None: it begins anew) and average, of which nothing else is read."""
-    owned = ema.state_dict().keys()
+    """Restore this rank's part of optimizer (None: it begins anew) and averages, of which nothing else is read.
+
+    An average that the run before a branch did not keep begins with the weights.
+    """
+    owned = averages[True].state_dict().keys()
     if optimizer is not None:
 
         def wanted(key: str) -> bool:
@@ -184,7 +213,14 @@ def _load(
         names = dict(model.named_parameters())
         tensors = checkpoint.tensors("optimizer", world.device, wanted)
         load_named_state(optimizer, model, tensors, step - starts["optimizer"])
-    ema.load_state_dict(checkpoint.tensors("ema", world.device, owned.__contains__))
+    for name, average in averages.items():
+        if f"{weights_file(name)}.safetensors" in checkpoint.record["files"]:
+            average.load_state_dict(checkpoint.tensors(weights_file(name), world.device, owned.__contains__))
+
+
+def _begun(averages: Mapping[str, Ema], step: int, starts: Mapping[str, int]) -> dict[str, Ema]:
+    """Those that have taken in weights after `step` steps: that of the tail has not before it begins."""
+    return {name: average for name, average in averages.items() if name != "tail" or step > starts["tail"]}
 
 
 # Initial weights

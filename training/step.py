@@ -31,7 +31,7 @@ from training.loss import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
 from training.metric_logger import RankStatistics
 from training.optimizers import set_rates
 from training.rank_checks import DivergenceError, RankCheck, begin_check
-from training.schedules import average_decay, decay_factor, learning_rate
+from training.schedules import average_decay, decay_factor, learning_rate, mean_decay
 from training.state import TrainState
 from training.summary import flops_per_token, memory_estimate, missing_kernels, peak_flops
 
@@ -81,12 +81,11 @@ def train_step(
     spiked, words, grad_norm = _find_spike(state, batch, targets) if state.spikes is not None else (False, "", None)
     if spiked:
         assert isinstance(grad_norm, torch.Tensor)
-        state.starts["optimizer"] += 1  # its updates are counted from there: one less
     else:
         state.before_update()
         grad_norm = state.optimizer_step()
     state.gradients.zero()
-    state.step = done
+    state.count_step(updated=not spiked)
 
     # Everything below is queued on the device and read a step later: nothing here waits.
     sums = state.forward_backward.sums
@@ -124,7 +123,12 @@ def _set_schedules(state: TrainState, config: TrainingConfig) -> float:
         config.schedule, config.decay_proportion, config.decay_shape,
     )  # fmt: skip
     set_rates(state.optimizer, rate, decay_factor(at, length, config.weight_decay, config.weight_decay_end))
-    state.ema.decay = average_decay(at + 1, config.ema_decay, bool(config.ema_warmup))
+    state.ema.decay = average_decay(at + 1, config.ema_decays[0], bool(config.ema_warmup))
+    for name, average in state.averages.items():
+        if name == "tail":
+            average.decay = mean_decay(max(1, state.step + 1 - state.starts["tail"]))
+        else:
+            average.decay = average_decay(at + 1, float(name), bool(config.ema_warmup))
     return rate
 
 

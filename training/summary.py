@@ -29,7 +29,7 @@ from training.forward_backward import graph_obstacle
 from training.inputs import Inputs
 from training.optimizers import optimizer_kind
 from training.run_dir import origin
-from training.schedules import steps_of
+from training.schedules import in_words, steps_of
 
 # Dense bf16 matrix rates in FLOP/s of what a rank has, from the vendors' data sheets, by what the device's name
 # contains; the longest name that fits counts. A card of the MI250 kind is two devices, each with half of its rate.
@@ -160,16 +160,7 @@ def describe(
     config, plan, model = inputs.config, inputs.plan, inputs.model_config
     last = config.max_steps - 1
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    milestones = [f"{config.schedule}, warm-up to step {steps_of(config.warmup_proportion, config.max_steps)}"]
-    for milestone in config.length_milestones:
-        step = next((s for s in range(config.max_steps) if (s + 1) / config.max_steps >= milestone), None)
-        if step is not None:
-            milestones.append(f"rows of {plan.step(step).seq_length} from step {step}")
-    if config.schedule == "cosine":
-        milestones.append(f"cool-down from step {last + 1 - steps_of(config.cooldown_proportion, last + 1)}")
-    if config.schedule == "wsd":
-        decay = last + 1 - steps_of(config.decay_proportion, last + 1)
-        milestones.append(f"{config.decay_shape} decay from step {decay}")
+    grown = [f"rows of {plan.step(step).seq_length} from step {step}" for step in plan.length_changes()[1:-1]]
     others = "".join(f"{each.rows} {each.name}, of the others " for each in OBJECTIVES if each.rows)
     missing = missing_kernels(config, model, world.device)
     absent = {name for name, reason in missing.items() if reason}
@@ -178,7 +169,7 @@ def describe(
     # benchmarks/README.md, one GPU against four
     if config.hybrid_split == "auto" and split == "ranks" and world.size > 1:
         hint = " (by auto, as published; --hybrid_split rows trains the same in about 4 % less time)"
-    graphs, anew = graph_obstacle(config, model, world.device), config.activation_checkpointing
+    graphs = graph_obstacle(config, model, world.device)
     lines = {
         "run": f"{config.run_folder}, steps {start_step} -> {config.max_steps}, seed {config.seed}",
         "device": f"{world.size} x {device}, {'bf16 autocast' if config.mixed_precision else 'fp32'}",
@@ -193,10 +184,9 @@ def describe(
         "batch, start": _batch_line(inputs, 0, world),
         "batch, end": _batch_line(inputs, last, world),
         "in all": _amounts_line(inputs),
-        "schedule": ", ".join(milestones),
+        "schedule": ", ".join([*in_words(config), *grown]),
         "optimizer": _optimizer_line(config),
-        "memory": f"about {_bytes(need)} of tensors a device (estimate; up to a fifth more is held in reserve)"
-        + f", activations of --activation_checkpointing {anew} computed anew" * (anew != "none"),
+        "memory": _memory_line(config, need, parameters),
     }
     if config.sharding != "none":
         saved = f"at most {part:.0%} on a rank; saves about {_bytes(12 * parameters * (1 - part))} a device"
@@ -283,40 +273,38 @@ def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -
     heads = (model.head_dim, 2 * model.position_bucket_size - 1)
     drops, sublayers = model.attention_probs_dropout_prob > 0, 2 * model.num_hidden_layers
     attention = _Kernel(
-        "attention",
-        "attention",
-        False,
-        attention_cuda.obstacle(device, *heads, trains=True),
+        "attention", "attention", False, attention_cuda.obstacle(device, *heads, trains=True),
         lambda: attention_cuda.available(device, *heads, drops, trains=True),
-    )
+    )  # fmt: skip
     if model.position_embedding == "rope":
         dtype = torch.bfloat16 if config.mixed_precision else torch.float32
         attention = _Kernel("rotary attention", "attention", True, rope.obstacle(device, dtype), lambda: True)
     residual = _Kernel(
-        "residual" if averages else "residual without averages",
-        "residual",
-        False,
+        "residual" if averages else "residual without averages", "residual", False,
         residual_cuda.obstacle(device, width, sublayers) or (not model.stream_normalises) * model.other_norms,
         lambda: residual_cuda.available(device, width, sublayers),
-    )
+    )  # fmt: skip
     gate = [("gate norm", model.num_attention_heads * model.head_dim, model.bare_norm)] * model.attention_gate
     inner = [("feed-forward norm", model.intermediate_size, model.has_gated_norm)] * model.mlp_norm
     norms = []
     for name, features, fits in gate * model.context_norm + inner:
         problem = gated_norm_cuda.obstacle(device, features) or (not fits) * model.other_norms
         norms.append(_Kernel(name, "norm", False, problem, partial(gated_norm_cuda.available, device, features)))
-    loss = _Kernel(
-        "loss",
-        "loss",
-        False,
-        cross_entropy_cuda.obstacle(device, model.padded_vocab_size),
-        lambda: cross_entropy_cuda.available(device, model.padded_vocab_size),
-    )
+    words, head = model.padded_vocab_size, cross_entropy_cuda
+    loss = _Kernel("loss", "loss", False, head.obstacle(device, words), lambda: head.available(device, words))
     kernels = [attention, residual, *norms, loss]
     if config.optimizer == "lamb":
         obstacle = lamb_cuda.obstacle(device)
         kernels.append(_Kernel("optimizer", "optimizer", True, obstacle, lambda: lamb_cuda.available(device)))
     return kernels
+
+
+def _memory_line(config: TrainingConfig, need: float, parameters: int) -> str:
+    """What is needed on a device, and what of it is not there by default."""
+    anew, further = config.activation_checkpointing, len(config.further_averages)
+    line = f"about {_bytes(need)} of tensors a device (estimate; up to a fifth more is held in reserve)"
+    line += f", activations of --activation_checkpointing {anew} computed anew" * (anew != "none")
+    return line + f", {_bytes(4 * parameters * further)} of it for further averages" * (further > 0)
 
 
 def _optimizer_line(config: TrainingConfig) -> str:
@@ -330,7 +318,10 @@ def _optimizer_line(config: TrainingConfig) -> str:
         )
     if untaken := optimizer_kind(config.optimizer).untaken:
         rules += f" (takes no {' and no '.join(untaken)})"
-    return f"{rules}, EMA {config.ema_decay:g}" + " with a warm-up" * bool(config.ema_warmup)
+    decays = ", ".join(f"{decay:g}" for decay in config.ema_decays)
+    rules += f", EMA {decays}" + " with a warm-up" * bool(config.ema_warmup)
+    tail = steps_of(config.tail_average, config.max_steps)
+    return rules + f", mean of the last {tail:,} steps" * (tail > 0)
 
 
 def kernels_line(found: dict[str, str]) -> str:
@@ -377,9 +368,10 @@ def memory_estimate(
     config: device defaults resolved. missing: names of kernels that do not run (`missing_kernels`).
     """
     size = 2 if config.mixed_precision else 4
-    # Weights, gradients, two moments and the average in float32; autocast's copy of the weights.
+    # Weights, gradients, two moments and the averages in float32; autocast's copy of the weights.
     parts = world_size if config.sharding == "zero1" else 1
-    states = parameters * (8 + 12 / parts + (size if config.mixed_precision else 0))
+    averages = 1 + len(config.further_averages)
+    states = parameters * (8 + (8 + 4 * averages) / parts + (size if config.mixed_precision else 0))
     per_step = (_largest_micro_batch(config, plan, step, world_size, split) for step in _ends_of_lengths(plan))
     return states + max(_activations(config, model, size, missing, *batch) for batch in per_step)
 
