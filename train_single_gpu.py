@@ -18,7 +18,6 @@ from evaluation.suites import ZeroShot
 from report.html_report import publish_report
 from training.config import TrainingConfig, is_first, parse_on_rank
 from training.distributed import World, single_world
-from training.errors import HardwareError
 from training.inputs import Inputs, choose_split, read_inputs
 from training.metric_logger import MetricLogger, Profiler, open_logger
 from training.plugins import Plugins
@@ -28,12 +27,10 @@ from training.saves import Saver, answer_spike, save, save_and_stop
 from training.sinks import check_sinks, leave
 from training.state import TrainState
 from training.status import StatusFile
-from training.step import AsyncStepMetrics, agree, fit_micro_batch, train_step, warm_up
-from training.stopping import RunEnd, Stop, StopConditions
+from training.step import AsyncStepMetrics, fit_micro_batch, train_step, warm_up
+from training.stopping import Agreements, RunEnd, Stop, StopConditions
 from training.summary import describe
 from training.watchdog import Watchdog
-
-_DATA_SECONDS = 1.0  # to wait for rows before looking whether a rank wants to stop
 
 
 def main(
@@ -115,26 +112,24 @@ def run_steps(
         return save_and_stop(state, saver, conditions)
     metrics = AsyncStepMetrics(world, inputs.model_config, config.log_stats_every)
     profiler = Profiler(config.profile, config.run_folder, world, log.say)
+    agreements, saved = Agreements(config, world, loader, conditions, log, saver), state.step
     while state.step < config.max_steps:
-        batch = loader.peek(_DATA_SECONDS)  # this rank's rows of global batch `state.step`; None while not ready
-        if loader.late > 60 * config.collective_timeout:
-            raise HardwareError(f"no rows came from {config.train_path} for {loader.late:.0f} s; do its disks answer?")
-        wants_stop = conditions.requested(log.problem or (saver and saver.problem)) is not None
-        wants_save = saver is not None and saver.due(state.step)
-        targets, stopping, saving, ready = agree(world, batch, wants_stop, state.step, wants_save)
-        if stopping:
+        agreed, batch = agreements.before(state.step), loader.peek(0.0)  # this rank's rows of global batch `state.step`
+        if agreed.stops:
             log.log_steps(metrics.flush(), last=True)  # raises before a bad state could be saved
             return save_and_stop(state, saver, conditions)
-        if saving:  # --save_minutes are over
+        if agreed.saves and state.step != saved:  # --save_minutes are over
             log.log_steps(metrics.flush(), last=True)
             save(state, saver)
+            saved = state.step
             metrics.restart_clock()
-        if batch is None or not ready:  # an epoch's index takes its time: a stop is heard nevertheless, by all ranks
+        if batch is None or not agreed.ready:  # an epoch's index takes its time: all ranks hear of a stop nevertheless
             continue
 
         waited = loader.advance()
+        agreements.begin(state.step + 1)  # on its way while this step computes
         profiler.begin(state.step + 1)
-        step = train_step(state, batch, targets, config, plan)  # micro-batches, all_reduce, clipping, LAMB, EMA
+        step = train_step(state, batch, agreed.targets, config, plan)  # micro-batches, all_reduce, clipping, LAMB, EMA
         step.metrics.update(inputs.exposure_after(state.step))
         answer_spike(state, step, config.spike_policy == "rollback", saver, log)
         log.log_steps(metrics.push(step, loader_wait_seconds=waited))
@@ -147,9 +142,11 @@ def run_steps(
         log.log_steps(metrics.flush(), last=bool(evaluates))
         world.progress.in_step = False  # until the next agreement, before which rank 0 may have more to do
         if not evaluations.measure(evaluates, state, log):  # ended by a stop request; the resume measures them first
+            agreements.drop()
             return save_and_stop(state, saver, conditions)
         if saves:
             save(state, saver, last=state.step == config.max_steps)
+            saved = state.step
         metrics.restart_clock()
     return None
 

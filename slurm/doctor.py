@@ -47,11 +47,12 @@ from slurm.doctor_steps import (
 )
 from slurm.doctor_table import FAIL, OK, SKIP, WARN, Measurements, Row
 from training.config import ConfigError, TrainingConfig, make_parser, parse_config
-from training.distributed import RankMissing, RankStore, World, choose_device, start_world
+from training.distributed import World, choose_device, start_world
 from training.environment import Environment, EnvironmentProblem, read_environment
 from training.inputs import Inputs, choose_split, read_inputs, resolve_device_defaults
 from training.plugins import Plugins
 from training.sinks import check_sinks
+from training.watchdog import RankMissing, RankStore
 
 _DESCRIPTION = "Check machines, network, run folder, shards and one real step before training; takes training's flags."
 _CHECKSUM_SECONDS = 4 * 3600.0  # terabytes of shards

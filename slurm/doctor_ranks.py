@@ -12,8 +12,9 @@ import torch
 
 from data.wording import ranks_text, time_text
 from slurm.doctor_table import FAIL, OK, SKIP, WARN, Measurements, Row
-from training.distributed import CollectiveError, RankMissing, RankStore
+from training.distributed import CollectiveError
 from training.errors import OtherRankFailed, is_explained, out_of_memory
+from training.watchdog import RankMissing, RankStore
 
 COLUMNS = 120  # of a line of the table
 _CHECK, _RESULT = 17, 6  # columns of a check's name and result

@@ -21,7 +21,8 @@ from training.distributed import World
 from training.environment import Environment
 from training.inputs import Inputs, choose_split
 from training.state import TrainState
-from training.step import AsyncStepMetrics, agree, train_step
+from training.step import AsyncStepMetrics, train_step
+from training.stopping import begin_agreement
 from training.summary import flops_per_token, memory_estimate
 
 # Beyond these a row is WARN.
@@ -156,7 +157,7 @@ def _timed_step(
 ) -> tuple[float, dict[str, float]]:
     """Seconds of one optimizer step, and the mean loss of each objective in it."""
     start = time.perf_counter()
-    targets, *_ = agree(world, batch, False, state.step)
+    targets = begin_agreement(world, batch, False, state.step)().targets
     records = (
         log.push(train_step(state, batch, targets, inputs.config, inputs.plan)) + log.flush()
     )  # waits for the device

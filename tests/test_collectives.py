@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.ranks import Run, start_ranks
-from helpers.tiny_runs import flags, make_inputs
+from helpers.ranks import Run, run_ranks, start_ranks
+from helpers.tiny_runs import flags, make_inputs, training_lines
 
-from training.errors import HARDWARE
+from train_single_gpu import main as train
+from training.distributed import axes_through
+from training.errors import DONE, HARDWARE, signal_code
 from training.status import read_status
 from training.watchdog import explain_hang
 
@@ -36,13 +38,43 @@ def test_stopped_rank_is_named(tmp_path: Path):
     assert (status.state, status.step) == ("failed", 4)
     silent = r"rank 1 on \S+ has sent no heartbeat for \d+ s: the last one was in step \d+ \([^()]+\); "
     limit = r"after \d+ s \(--step_timeout 0\.05 min\)\. Stack traces .*failures"
-    expected = rf"{silent}the others timed out in all_reduce of target counts, step 6, {limit}"
+    expected = rf"{silent}the others timed out in all_reduce of (target counts|gradients), step 6, {limit}"
     assert re.fullmatch(expected, status.reason), status.reason
     stacks = sorted((tmp_path / "run" / "failures").iterdir())
     assert [path.name for path in stacks] == ["stacks_none_0_0.txt", "stacks_none_0_2.txt"]
-    assert all("in agree" in path.read_text() for path in stacks)
+    assert all(re.search(r"in _?finish\b", path.read_text()) for path in stacks)
     beat = json.loads((tmp_path / "run" / "heartbeats" / f"{socket.gethostname()}.json").read_text())
     assert (beat["rank"], beat["host"]) == (0, socket.gethostname())
+
+
+def test_stop_of_one_rank_is_agreed_while_a_step_computes(tmp_path: Path):
+    """A signal inside step 5 ends all ranks after step 6, on which they had agreed before; the run stays the same."""
+    inputs, short = make_inputs(tmp_path / "inputs"), {"max_steps": 8, "validate_every": 0, "save_every": 0}
+    assert train(flags(inputs, tmp_path, "alone", **short)) == 0
+    arguments = flags(inputs, tmp_path, "four", **short)
+    runs = [Run(arguments, fault="signal_in_step"), Run([*arguments, "--resume=auto"], fault="grid")]
+    stopped, resumed = run_ranks(runs, world_size=4)
+    assert [outcome.code for outcome in stopped] == [signal_code("SIGTERM"), DONE, DONE, DONE], stopped
+    assert "stopped by SIGTERM after step 6" in stopped[0].text
+    assert [outcome.code for outcome in resumed] == [DONE] * 4, resumed
+    whole, found = training_lines(tmp_path / "alone"), training_lines(tmp_path / "four")
+    assert [line["step"] for line in found] == list(range(1, 9))
+    for a, b in zip(whole, found, strict=True):
+        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 6, 64, 96, 127, 1024])
+def test_a_sum_along_each_axis_reaches_every_rank(size: int):
+    sums = [{rank} for rank in range(size)]
+    axes = [axes_through(rank, size) for rank in range(size)]
+    for axis in range(len(axes[0])):
+        parts = [sums[rank] for rank in range(size)]
+        for rank in range(size):
+            assert rank in axes[rank][axis]
+            assert sum(len(parts[other]) for other in axes[rank][axis]) == len(axes[rank][axis]) * len(parts[rank])
+            sums[rank] = set().union(*(parts[other] for other in axes[rank][axis]))
+    assert all(found == set(range(size)) for found in sums)
+    assert size == 127 or max(len(axis) for axis in axes[0]) <= 8
 
 
 def position(rank: int, collectives: int, seconds_waited: float = 300.0, **changed: Any) -> dict[str, Any]:

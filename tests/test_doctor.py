@@ -21,9 +21,9 @@ from data.shards import describe_shard, tokenizer_hash, write_manifest
 from slurm.doctor import main
 from slurm.doctor_ranks import Doctor, Report
 from slurm.doctor_table import FAIL, OK, SKIP, WARN
-from training.distributed import RankStore
 from training.environment import Environment
 from training.errors import OtherRankFailed
+from training.watchdog import RankStore
 
 SCRIPT = str(ROOT / "slurm" / "doctor.py")
 # A batch of constant size that two ranks and both micro-batches divide: nothing to warn of.

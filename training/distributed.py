@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import socket
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError
 
 from data.atomic_io import allow_open_files
-from data.wording import time_text
 from training.config import ConfigError, TrainingConfig
 from training.environment import Environment, EnvironmentProblem, local_device_index, read_environment
 from training.errors import HardwareError, OtherRankFailed
@@ -35,8 +34,7 @@ _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 _DEVICE = re.compile(r"(CUDA|HIP) error")  # of this rank's own device, whatever the words that follow
 # Above so many ranks gloo connects two when they first talk, which most never do: no full mesh of sockets.
 _MESH_RANKS = 32
-# torchrun's store outlives the ranks that it starts again
-_PREFIX = f"rank_store/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+_AXIS_RANKS = 8  # along an axis of theirs, where the number of ranks has such factors
 
 
 class CollectiveError(HardwareError):
@@ -69,11 +67,66 @@ class RankProgress:
         return 0.0 if since is None else time.monotonic() - since
 
 
+class Grid:
+    """Sums of small CPU tensors over many ranks, which stand in a grid: along one axis after the other.
+
+    gloo sums around a ring, 2 (N - 1) messages one after the other; along axes of 8 ranks it takes 14 for each, so
+    that 1,024 ranks wait for 44 instead of 2,046, and talk to a few neighbours.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+        """To be called by all ranks, which have a process group already."""
+        self._axes = [
+            dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+            for ranks in axes_through(rank, size)
+        ]
+        self._last = torch.futures.Future()
+        self._last.set_result(None)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any) -> torch.futures.Future:
+        """Begins to reduce `tensor` in place, once what was begun before has ended: an axis must not mix up two."""
+        done = torch.futures.Future()
+
+        def along(axes: list[Any], before: torch.futures.Future) -> None:
+            try:
+                before.value()  # raises what went wrong
+                if not axes:
+                    return done.set_result(None)
+                work = dist.all_reduce(tensor, op, axes[0], async_op=True)
+                assert work is not None
+                work.get_future().then(partial(along, axes[1:]))
+            except Exception as error:  # on a thread of gloo's; whoever waits raises it
+                done.set_exception(error)
+
+        before, self._last = self._last, done
+        before.then(partial(along, self._axes))
+        return done
+
+
+def axes_through(rank: int, size: int) -> list[list[int]]:
+    """The ranks on each axis through `rank` in a grid of `size` ranks, whose sides multiply to `size`."""
+    sides, left, factor = [1], size, 2
+    while left > 1:
+        if left % factor:
+            factor += 1
+            continue
+        left //= factor
+        if sides[-1] * factor > _AXIS_RANKS:
+            sides.append(1)
+        sides[-1] *= factor
+    axes, stride = [], 1
+    for side in sides:
+        first = rank - rank // stride % side * stride
+        axes.append([first + number * stride for number in range(side)])
+        stride *= side
+    return axes
+
+
 @dataclass(frozen=True)
 class World:
     """The processes of a run. `size` 1 needs no process group.
 
-    progress: changes as this rank goes along. collective_timeout: minutes, of the process group.
+    progress: changes as this rank goes along. collective_timeout: minutes, of the process group. grid: of many ranks.
     """
 
     rank: int
@@ -82,6 +135,7 @@ class World:
     environment: Environment
     progress: RankProgress = field(default_factory=RankProgress, compare=False)
     collective_timeout: float = math.inf
+    grid: Grid | None = field(default=None, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -117,15 +171,36 @@ class World:
             reason = text.splitlines()[0][:300]
             raise CollectiveError(f"rank {self.rank} {what} in {name}{limit}: {reason}", late) from error
 
-    def all_reduce(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, what: str, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Add `tensor` up over all ranks, in place; CPU tensors go through gloo, CUDA tensors through NCCL.
 
         what: is summed, for messages: "losses" gives "timed out in all_reduce of losses".
         """
         if self.size > 1:
             with self.collective(f"all_reduce of {what}"):
-                dist.all_reduce(tensor)
+                if self.grid is not None and tensor.device.type == "cpu":
+                    self.grid.all_reduce(tensor, op).wait()
+                else:
+                    dist.all_reduce(tensor, op)
         return tensor
+
+    def begin_all_reduce(self, tensor: torch.Tensor, what: str) -> Callable[[], torch.Tensor]:
+        """`all_reduce` of a CPU tensor, under way beside what follows; the function waits for the sums."""
+        if self.size == 1:
+            return lambda: tensor
+        with self.collective(f"all_reduce of {what}"):
+            if self.grid is not None:
+                work = self.grid.all_reduce(tensor, dist.ReduceOp.SUM)
+            else:
+                work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+
+        def finish() -> torch.Tensor:
+            with self.collective(f"all_reduce of {what}"):
+                work.wait()
+            return tensor
+
+        return finish
 
     def to_host(self, reduced: torch.Tensor) -> torch.Tensor:
         """A result of `all_reduce` on the host; on CUDA this is where the host waits for the other ranks."""
@@ -136,10 +211,7 @@ class World:
         """Every rank's `row`, whole numbers of the same shape: [size, ...], on all ranks."""
         rows = row.new_zeros((self.size, *row.shape))
         rows[self.rank] = row  # the others add zeros to it
-        if self.size > 1:
-            with self.collective(f"all_gather of {what}"):
-                dist.all_reduce(rows)
-        return rows
+        return self.all_reduce(rows, what)
 
     def all_gather_objects(self, value: Any, what: str) -> list[Any]:
         """Every rank's `value` (any small picklable object of our own making), on all ranks."""
@@ -154,16 +226,7 @@ class World:
         """`all_gather` of a CPU tensor of any type, under way beside what follows; the function waits for the rows."""
         rows = row.new_zeros((self.size, *row.shape))
         rows[self.rank] = row
-        with self.collective(f"all_gather of {what}"):
-            work = dist.all_reduce(rows, async_op=True)
-
-        def finish() -> torch.Tensor:
-            with self.collective(f"all_gather of {what}"):
-                assert work is not None
-                work.wait()
-            return rows
-
-        return finish
+        return self.begin_all_reduce(rows, what)
 
     def broadcast_object(self, value: Any, what: str) -> Any:
         """Rank 0's `value` on all ranks."""
@@ -258,8 +321,15 @@ def start_world(config: TrainingConfig) -> World:
     world = World(environment.rank, environment.world_size, device, environment, collective_timeout=timeout)
     if world.size > 1:
         _rendezvous(world, timeout)
+        if world.size > _MESH_RANKS:
+            world = replace(world, grid=Grid(world.rank, world.size, _backstop(timeout)))
         _check_devices(world)
     return world
+
+
+def _backstop(timeout: float) -> timedelta:
+    """The process groups' own timeout, for one of so many minutes."""
+    return timedelta(minutes=timeout, seconds=_BACKSTOP_SECONDS)
 
 
 def _rendezvous(world: World, timeout: float) -> None:
@@ -277,7 +347,7 @@ def _rendezvous(world: World, timeout: float) -> None:
             init_method=f"tcp://{address}" if environment.launcher == "slurm" else None,
             rank=world.rank,
             world_size=world.size,
-            timeout=timedelta(minutes=timeout, seconds=_BACKSTOP_SECONDS),
+            timeout=_backstop(timeout),
         )
     except DistError as error:
         reason = str(error).splitlines()[0][:200]
@@ -304,131 +374,10 @@ def _check_devices(world: World) -> None:
             f"ranks {', '.join(map(str, without))} would train on the CPU ({devices[without[0]][0]}) and the others on "
             "GPUs: give each task a GPU and the same --device, or all --device cpu"
         )
-    shared = [rank for rank, device in enumerate(devices) if devices.count(device) > 1]
+    tasks = Counter(devices)
+    shared = [rank for rank, device in enumerate(devices) if tasks[device] > 1]
     if shared:
         raise EnvironmentProblem(
             f"ranks {', '.join(map(str, shared))} share a GPU with another rank: give each task its own, with "
             "--gpus-per-task=1 or as many tasks a node (--ntasks-per-node) as it has GPUs"
         )
-
-
-# Values for ranks of which some may hang or be gone: for training/watchdog.py and slurm/doctor.py
-
-
-class RankMissing(RuntimeError):
-    """Rank 0 has stopped waiting for this rank, or does not answer."""
-
-
-class RankStore:
-    """Gathers values over the launcher's key-value store, with a timeout (seconds).
-
-    Process groups hang or end where a rank is missing; here the others learn its number and continue without it.
-    missing: ranks that did not answer in time, for good. failed: a collective failed on some rank. hung: a thread of
-    this process still waits in one.
-    """
-
-    def __init__(self, environment: Environment, timeout: float):
-        self.rank, self.size, self.timeout = environment.rank, environment.world_size, timeout
-        self.missing: set[int] = set()
-        self.failed = self.hung = False
-        self._round, self._store = 0, None
-        if self.size > 1:
-            # The very store that init_process_group will use: torchrun's, or a new one that rank 0 hosts and shares.
-            hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            self._store = TCPStore(
-                environment.master_addr,
-                environment.master_port,
-                self.size,
-                is_master=self.rank == 0 and not hosted,
-                timeout=timedelta(seconds=timeout),
-                wait_for_workers=False,
-                multi_tenant=not hosted,
-            )
-
-    def all_gather(self, value: Any, timeout: float | None = None) -> dict[int, Any]:
-        """Every answering rank's `value` (that JSON can hold), by rank; the same on all ranks."""
-        if self._store is None:
-            return {0: value}
-        self._round += 1
-        timeout = timeout or self.timeout
-        everything = self._key("all")
-        self._store.set(self._key(self.rank), json.dumps(value))
-        if self.rank == 0:
-            deadline, answers = time.monotonic() + timeout, []
-            for rank in sorted(set(range(self.size)) - self.missing):
-                try:
-                    seconds = max(0.01, deadline - time.monotonic())
-                    self._store.wait([self._key(rank)], timedelta(seconds=seconds))
-                    answers.append((rank, json.loads(self._store.get(self._key(rank)))))
-                except (DistError, RuntimeError):
-                    self.missing.add(rank)
-            self._store.set(everything, json.dumps([sorted(self.missing), answers]))
-        try:
-            self._store.wait([everything], timedelta(seconds=2 * timeout))
-            missing, answers = json.loads(self._store.get(everything))
-        except (DistError, RuntimeError) as error:
-            raise RankMissing("rank 0 does not answer any more") from error
-        self.missing = set(missing)
-        if self.rank in self.missing:
-            raise RankMissing("this rank answered too late, and rank 0 continued without it")
-        return dict(answers)
-
-    def _key(self, name: object) -> str:
-        return f"{_PREFIX}/{self._round}/{name}"
-
-    def set(self, name: str, value: Any) -> None:
-        """Store `value` (that JSON can hold) under `name`. Raises RuntimeError where the store does not answer."""
-        if self._store is not None:
-            self._store.set(f"{_PREFIX}/value/{name}", json.dumps(value))
-
-    def get(self, name: str) -> Any:
-        """The value last set under `name`, None where there is none; does not wait. Raises as `set` does."""
-        key = f"{_PREFIX}/value/{name}"
-        return json.loads(self._store.get(key)) if self._store is not None and self._store.check([key]) else None
-
-    def run_with_timeout(self, function: Callable[[], _Result], seconds: float, device: torch.device) -> _Result:
-        """function(), which calls collectives: on a thread, so that a hang or another rank's error ends it.
-
-        Raises what it raised, TimeoutError, or OtherRankFailed.
-        """
-        box: dict[str, Any] = {}
-
-        def work() -> None:
-            try:
-                if device.type == "cuda":
-                    torch.cuda.set_device(device)
-                box["value"] = function()
-            except BaseException as error:
-                box["error"] = error
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        deadline, failed = time.monotonic() + seconds, self._key("failed")
-        while not self.hung:
-            thread.join(0.2)
-            if not thread.is_alive():
-                break
-            elsewhere = self._store is not None and self._store.check([failed])
-            self.hung = elsewhere or time.monotonic() > deadline
-            if elsewhere:
-                raise OtherRankFailed("another rank failed meanwhile")
-        else:
-            raise TimeoutError(f"no result within {time_text(seconds)}")
-        if "error" in box:
-            if self._store is not None:
-                self._store.set(failed, "1")
-            raise box["error"]
-        return box["value"]
-
-    def close(self) -> None:
-        """Leave the store; rank 0, which may host it, last."""
-        if self._store is None:
-            return
-        self._round += 1
-        try:
-            self._store.set(self._key(self.rank), "")
-            others = set(range(1, self.size)) - self.missing if self.rank == 0 else ()
-            for rank in others:
-                self._store.wait([self._key(rank)], timedelta(seconds=5))
-        except (DistError, RuntimeError):
-            pass  # whoever is gone already has nothing more to read

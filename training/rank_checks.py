@@ -1,7 +1,7 @@
 """Checks that all ranks agree: on the run at its start, and on weights, average and moments from time to time.
 
 Ranks that differ in a flag, file, version or switch train something that nobody asked for, or hang in a collective; so
-these are compared first, 32 bytes a rank, and in detail only where they differ. Later every rank takes the same
+digests of these are compared first, and these in detail only where they differ. Later every rank takes the same
 reduced gradients into the same state: only a fault of a device, of memory or of the network makes ranks differ, and
 nothing else would show it, since losses are reduced over ranks.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from data.wording import ranks_text
@@ -93,9 +94,9 @@ def require_same(
     if world.size == 1:
         return
     digest = torch.tensor(list(hashlib.sha256(json.dumps(values).encode()).digest()))
-    digests = world.all_gather(digest, "digests of flags, data and code")
-    if bool((digests == digests[0]).all()):
-        return
+    largest = torch.stack((digest, -digest))
+    if not bool(world.all_reduce(largest, "digests of flags, data and code", dist.ReduceOp.MAX).sum(0).any()):
+        return  # the largest is the smallest
     described = {name: (explain or {}).get(name, _describe)(value) for name, value in values.items()}
     everyone = world.all_gather_objects((socket.gethostname(), described), "flags, data and code")
     first_host, first = everyone[0]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from data.counter_rng import signed
-from data.loader import WEIGHT_UNITS, BatchBuilder, RowBatch, StepBatch
+from data.loader import BatchBuilder, RowBatch, StepBatch
 from data.masking import fingerprint
 from data.objectives import OBJECTIVE_NAMES
 from data.plan import DataPlan, StepPlan
@@ -38,30 +38,13 @@ from training.summary import flops_per_token, memory_estimate, missing_kernels, 
 _ESTIMATE_ERROR = 0.1  # of the memory estimate: tests/test_memory.py
 
 
-def agree(
-    world: World, batch: StepBatch | None, wants_stop: bool, step: int, wants_save: bool = False
-) -> tuple[list[float], bool, bool, bool]:
-    """What the targets of the global batch weigh together, by objective; whether any rank wants to stop; whether any
-    wants a checkpoint; and whether all have their rows.
-
-    batch: this rank's rows of global batch `step`, None where they are not ready. Summed by the hosts, in whole units.
-    A target weighs 1, so that these are numbers of targets, unless RowBatch.target_weights say otherwise.
-    """
-    world.progress.step = step + 1
-    targets = [0] * len(OBJECTIVE_NAMES) if batch is None else batch.target_weights.tolist()
-    counts = torch.tensor([*targets, int(wants_stop), int(wants_save), int(batch is None)])
-    *targets, stops, saves, missing = world.all_reduce(counts, "target counts").tolist()
-    world.progress.in_step = stops == saves == 0  # a save may take longer than a step
-    return [target / WEIGHT_UNITS for target in targets], stops > 0, saves > 0, missing == 0
-
-
 def train_step(
     state: TrainState, batch: StepBatch, targets: Sequence[float], config: TrainingConfig, plan: DataPlan
 ) -> InFlightStep:
     """Forward, backward and update for one global batch.
 
-    batch: this rank's rows. targets: those of the whole global batch by objective (`agree`), by which losses are
-    divided, so that gradients are sums over micro-batches and ranks.
+    batch: this rank's rows. targets: those of the whole global batch by objective (stopping.Agreed), by which losses
+    are divided, so that gradients are sums over micro-batches and ranks.
     """
     world, step, rows = state.world, batch.plan.step, batch.plan.objective_rows
     weights = loss_weights(rows, targets, config.token_weighted_loss)
@@ -240,7 +223,7 @@ def _first_and_fullest(batch: StepBatch, device: torch.device) -> list[RowBatch]
 class InFlightStep:
     """A step whose numbers may still be on their way from the device.
 
-    metrics: what the host knows of it already. targets: from `agree`.
+    metrics: what the host knows of it already. targets: from stopping.Agreed.
     objective_weight: what a mean over each objective weighs in the loss.
     sums, fingerprint, extra: on the host, in memory that the device fills; to be read after `finished`.
     sums: float64 [4 * objectives + 1], `sums_by_objective` and the norm of the gradients, added up over ranks: a norm

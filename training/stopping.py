@@ -11,15 +11,27 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from data.loader import WEIGHT_UNITS, Loader, StepBatch
+from data.objectives import OBJECTIVE_NAMES
 from training import preemption
 from training.config import TrainingConfig
 from training.distributed import World
 from training.environment import Environment
-from training.errors import BUG, DONE, GAVE_UP, HARDWARE, NonFiniteError, OtherRankFailed, report_error, signal_code
+from training.errors import (
+    BUG,
+    DONE,
+    GAVE_UP,
+    HARDWARE,
+    HardwareError,
+    NonFiniteError,
+    OtherRankFailed,
+    report_error,
+    signal_code,
+)
 from training.metric_logger import MetricLogger
 from training.preemption import StopSignals, TimeLimit, excuse_attempt
 from training.rank_checks import DivergenceError
@@ -39,7 +51,11 @@ from training.status import (
     write_status,
 )
 
+if TYPE_CHECKING:
+    from training.saves import Saver
+
 _LOOK_SECONDS = 5.0  # between readings of the run folder's attempts
+_DATA_SECONDS = 1.0  # to wait for rows before looking whether a rank wants to stop
 _ASSUMED_BYTES_PER_SECOND = 2e8  # of a save, until one has been measured
 
 PROBLEM, INTERRUPT, SUPERSEDED, PREEMPTION = "problem", "interrupt", "superseded", "preemption"
@@ -108,6 +124,7 @@ class StopConditions:
         self._max_hours = config.max_hours if hours is not None else 0.0
         self._save_seconds = checkpoint_bytes / _ASSUMED_BYTES_PER_SECOND
         self._round_seconds, self._round_began, self._rounds, self._measured = 0.0, time.monotonic(), 0, False
+        self._rounds_left = 1 if environment.world_size == 1 else 2  # ranks agree one step ahead
         self._next_look = 0.0
         self.request: Stop | None = None
 
@@ -127,8 +144,8 @@ class StopConditions:
 
     @property
     def lead(self) -> float:
-        """Seconds before the time limit at which the run stops: a round of the loop, a save, and what stays free."""
-        return self._round_seconds + 2 * self._save_seconds + self._margin
+        """Seconds before the time limit at which the run stops: what it does first, a save, and what stays free."""
+        return self._rounds_left * self._round_seconds + 2 * self._save_seconds + self._margin
 
     def requested(self, problem: str | None) -> Stop | None:
         """Whether this rank wants to stop now; asked once a round. problem: why this rank cannot continue, if so."""
@@ -143,7 +160,7 @@ class StopConditions:
 
     def wanted(self) -> bool:
         """Whether this rank wants to stop now, asked as often as one likes within a round; it then need not end."""
-        self.request = self._look(None, self.lead - self._round_seconds) or self.request
+        self.request = self._look(None, self.lead - self._rounds_left * self._round_seconds) or self.request
         return self.request is not None
 
     def _look(self, problem: str | None, lead: float) -> Stop | None:
@@ -162,6 +179,84 @@ class StopConditions:
         if self._limit is not None and self._limit.reached(lead):
             return Stop(PREEMPTION, f"the job's time limit in {self._limit.seconds_left or 0:.0f} seconds")
         return None
+
+
+# The agreement before each step
+
+
+class Agreed(NamedTuple):
+    """What all ranks know before a step: what the targets of the global batch weigh together, by objective; whether any
+    rank wants to stop, or a checkpoint; and whether all have their rows."""
+
+    targets: list[float]
+    stops: bool
+    saves: bool
+    ready: bool
+
+
+def begin_agreement(
+    world: World, batch: StepBatch | None, wants_stop: bool, step: int, wants_save: bool = False
+) -> Callable[[], Agreed]:
+    """Tell the others what this rank knows and wants before `step`, beside what follows; the function waits for them.
+
+    batch: this rank's rows of global batch `step`, None where they are not ready. Summed by the hosts, in whole units.
+    A target weighs 1, so that these are numbers of targets, unless RowBatch.target_weights say otherwise.
+    """
+    targets = [0] * len(OBJECTIVE_NAMES) if batch is None else batch.target_weights.tolist()
+    counts = torch.tensor([*targets, int(wants_stop), int(wants_save), int(batch is None)])
+    sums = world.begin_all_reduce(counts, "target counts")
+
+    def finish() -> Agreed:
+        world.progress.step = step + 1
+        *targets, stops, saves, missing = sums().tolist()
+        world.progress.in_step = stops == saves == 0  # a save may take longer than a step
+        return Agreed([target / WEIGHT_UNITS for target in targets], stops > 0, saves > 0, missing == 0)
+
+    return finish
+
+
+class Agreements:
+    """The agreement before each step, of several ranks begun before the step before it, so that it costs no time.
+
+    A stop, or a save, is then one step late, on all ranks.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        world: World,
+        loader: Loader,
+        conditions: StopConditions,
+        log: MetricLogger,
+        saver: Saver | None,
+    ):
+        self._config, self._world, self._loader = config, world, loader
+        self._conditions, self._log, self._saver = conditions, log, saver
+        self._ahead: Callable[[], Agreed] | None = None
+
+    def before(self, step: int) -> Agreed:
+        """That of the step to come. Raises HardwareError where its rows do not come."""
+        finish, self._ahead = self._ahead or self._begin(step, _DATA_SECONDS), None
+        return finish()
+
+    def begin(self, step: int) -> None:
+        """Begin that of the step after the one to come; `before` waits for it."""
+        if self._world.size > 1 and step < self._config.max_steps:
+            self._ahead = self._begin(step, 0.0)
+
+    def drop(self) -> None:
+        """Wait for what has begun: ranks that part leave nothing under way."""
+        if self._ahead is not None:
+            self._ahead()
+
+    def _begin(self, step: int, seconds: float) -> Callable[[], Agreed]:
+        batch = self._loader.peek(seconds)
+        if self._loader.late > 60 * self._config.collective_timeout:
+            path, late = self._config.train_path, self._loader.late
+            raise HardwareError(f"no rows came from {path} for {late:.0f} s; do its disks answer?")
+        problem = self._log.problem or (self._saver and self._saver.problem)
+        wants_stop = self._conditions.requested(problem) is not None
+        return begin_agreement(self._world, batch, wants_stop, step, self._saver is not None and self._saver.due(step))
 
 
 def may_requeue(stop: Stop, config: TrainingConfig, environment: Environment) -> bool:

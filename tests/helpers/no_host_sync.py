@@ -18,7 +18,8 @@ from training.distributed import World, start_world
 from training.gradients import BUCKET_BYTES
 from training.inputs import read_inputs, resolve_device_defaults
 from training.state import TrainState
-from training.step import AsyncStepMetrics, agree, train_step
+from training.step import AsyncStepMetrics, train_step
+from training.stopping import begin_agreement
 
 
 def train_without_waiting(
@@ -44,7 +45,7 @@ def train_without_waiting(
             lengths.append(batch.plan.seq_length)
             try:
                 torch.cuda.set_sync_debug_mode("error" if lengths.count(lengths[-1]) > first else "default")
-                targets, *_ = agree(world, batch, False, state.step)
+                targets = begin_agreement(world, batch, False, state.step)().targets
                 records += log.push(train_step(state, batch, targets, read.config, read.plan))
             finally:
                 torch.cuda.set_sync_debug_mode("default")

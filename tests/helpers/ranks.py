@@ -202,6 +202,29 @@ def stopped(rank: int) -> Iterator[None]:
         yield
 
 
+@fault
+def grid(rank: int) -> Iterator[None]:
+    """Few ranks sum as many do: along axes, here of two."""
+    with mock.patch("training.distributed._MESH_RANKS", 1), mock.patch("training.distributed._AXIS_RANKS", 2):
+        yield
+
+
+@fault
+def signal_in_step(rank: int) -> Iterator[None]:
+    """The same, and SIGTERM comes to rank 1 inside its fifth step."""
+    import train_single_gpu
+
+    train_step = train_single_gpu.train_step
+
+    def step(state, *arguments):
+        if state.step == 4 and rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return train_step(state, *arguments)
+
+    with FAULTS["grid"](rank), mock.patch.object(train_single_gpu, "train_step", step):
+        yield
+
+
 def _signals(rank: int, module: str, function: str, call: int) -> Iterator[None]:
     """SIGTERM comes inside a function's call of this number, which is to be the last one.
 
