@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.utils import logging
 
 from .attention_gpt_bert import Layout, attention_allowed, packed_texts
 from .configuration_gpt_bert import GPTBertConfig
 from .layers_gpt_bert import Embedding, Encoder
+
+logger = logging.get_logger(__name__)
 
 
 class Encoded(NamedTuple):
@@ -32,6 +35,7 @@ class GPTBertPreTrainedModel(PreTrainedModel):
     base_model_prefix = ""
     _no_split_modules = ["Embedding", "Attention", "FeedForward", "DepthWeightedAveraging", "Head"]  # noqa: RUF012 - transformers' own declaration
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
     _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"\.position_indices$"]  # noqa: RUF012 - transformers' own declaration
 
     config: GPTBertConfig
@@ -92,6 +96,12 @@ class GPTBertPreTrainedModel(PreTrainedModel):
         words = self.embedding.word_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if past_key_values is not None and not is_causal:
             raise ValueError("A cache needs causal attention: what a token attends may not change later.")
+        if self.training and self.transformer.attention_layers[0].gradient_checkpointing:
+            if past_key_values is not None:
+                raise ValueError("No cache goes with gradient checkpointing: the backward pass would write it again.")
+            if use_cache:
+                logger.warning_once("use_cache is taken as False while gradient checkpointing trains.")
+            use_cache = False
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         past = 0 if past_key_values is None else int(past_key_values.get_seq_length())

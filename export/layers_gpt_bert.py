@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention_gpt_bert import Layout, rotate
 from .configuration_gpt_bert import GPTBertConfig
@@ -34,7 +35,7 @@ class Embedding(nn.Module):
         return self.dropout(self.word_layer_norm(words)), table
 
 
-class Attention(nn.Module):
+class Attention(GradientCheckpointingLayer):
     """Pre-norm attention with relative positions (disentangled, as in DeBERTa) or rotary ones; no residual."""
 
     def __init__(self, config: GPTBertConfig, index: int) -> None:
@@ -76,6 +77,11 @@ class Attention(nn.Module):
         if layout.cache is not None:
             places = {"cache_position": layout.new}  # transformers 4 cannot place new tokens in a static cache without
             key, value = layout.cache.update(key, value, self.index, places)
+            if key.size(2) < layout.total:
+                raise ValueError(
+                    f"The cache kept {key.size(2)} of {layout.total} tokens, and all are attended: take sliding_window "
+                    "out of the configuration."
+                )
             key, value = key[:, :, : layout.total], value[:, :, : layout.total]  # a static cache is longer
         context, probabilities = self.attend(query, key, value, table, layout)
         context = context.masked_fill(~layout.attends, 0.0).transpose(1, 2).flatten(-2)
@@ -113,7 +119,7 @@ class TanhGEGLU(nn.Module):
         return linear * F.gelu(gate, approximate="tanh")
 
 
-class FeedForward(nn.Module):
+class FeedForward(GradientCheckpointingLayer):
     """Pre-norm GEGLU without the residual connection. `mlp` has the published indices."""
 
     def __init__(self, config: GPTBertConfig, index: int) -> None:

@@ -73,18 +73,6 @@ def make_trainer(folder: Path, out: Path, auto: str, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("auto", AUTOS)
-def test_trainer_trains_evaluates_and_predicts(exported, tmp_path, auto):
-    trainer = make_trainer(exported[1], tmp_path, auto, max_steps=2, per_device_train_batch_size=3)
-    assert trainer.train().training_loss > 0
-    assert trainer.evaluate()["eval_loss"] > 0
-    found = trainer.predict(Texts(auto))
-    shapes = {"AutoModelForSequenceClassification": (6, 2), "AutoModelForTokenClassification": (6, 7, 2)}
-    assert found.predictions.shape == shapes.get(auto, (6, 7, 320))  # logits alone, no cache beside them
-    assert found.label_ids.shape == found.predictions.shape[: 1 if "Sequence" in auto else 2]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("auto", [auto for auto in AUTOS if auto != "AutoModelForMaskedLM"])  # draws its masks by batch
 def test_trainer_accumulates_the_gradient_of_the_whole_batch(exported, tmp_path, auto):
     options = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
@@ -98,24 +86,7 @@ def test_trainer_accumulates_the_gradient_of_the_whole_batch(exported, tmp_path,
         torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-# Adapters and embeddings: packages of which nothing here needs more than the one file that it imports
-
-
-def test_peft_trains_and_saves_the_new_head(exported, tmp_path):
-    peft = pytest.importorskip("peft", reason="needs peft (requirements.lock has it)")
-    auto = "AutoModelForSequenceClassification"
-    config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["in_proj_qk", "in_proj_vg"])
-    model = peft.get_peft_model(load(auto, exported[1], num_labels=3).eval(), config)
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora" not in name]
-    assert len([name for name in trained if ".score." in name]) == 4
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * parameter.requires_grad
-    model.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(load(auto, exported[1], num_labels=3), tmp_path).eval()
-    ids = torch.tensor([[BOS, 20, 30, 40]])
-    with torch.no_grad():
-        torch.testing.assert_close(again(ids).logits, model(ids).logits)
+# Embeddings
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from export.to_huggingface import export
 from helpers.tiny_runs import TEXT, train_on
@@ -61,6 +63,46 @@ def make_exported(folder: Path, form: str) -> tuple[LTGBert, Path]:
     model = random_model(form)
     export(make_checkpoint(folder / form, model), folder / form / f"exported-{form}")
     return model, folder / form / f"exported-{form}"
+
+
+def padded_rows(side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of 40, 17 and 1 tokens (the first longer than the model's positions), padded on a side; and their mask."""
+    generator = torch.Generator().manual_seed(1)
+    ids, mask = torch.full((3, 40), PAD), torch.zeros(3, 40, dtype=torch.int64)
+    for row, length in enumerate((40, 17, 1)):
+        place = slice(40 - length, 40) if side == "left" else slice(0, length)
+        ids[row, place] = torch.randint(16, 300, (length,), generator=generator)
+        ids[row, 40 - length if side == "left" else 0] = BOS
+        mask[row, place] = 1
+    return ids, mask
+
+
+def greedy(model: LTGBert, row: list[int], count: int) -> list[int]:
+    """Token ids and their most probable continuation by our model, without special tokens but </s>."""
+    row = list(row)
+    for _ in range(count):
+        ids = torch.tensor([row])
+        with torch.no_grad():
+            logits = model.predict(model.encode(ids, torch.zeros_like(ids), True)[0, -1])
+        logits[[*range(EOS), *range(EOS + 1, 16)]] = -torch.inf
+        row.append(int(logits.argmax()))
+        if row[-1] == EOS:
+            break
+    return row
+
+
+@torch.no_grad()
+def write_expected(model: LTGBert, folder: Path) -> None:
+    """expected.safetensors of an exported folder, for tests/environments/: what our own code computes."""
+    known = {}
+    for side in ("left", "right"):
+        ids, mask = padded_rows(side)
+        hidden, causal = (model.encode(ids, torch.where(mask.bool(), 0, -1), kind) for kind in (False, True))
+        known |= {f"{side}/ids": ids, f"{side}/mask": mask, f"{side}/hidden": hidden, f"{side}/causal": causal}
+        known |= {f"{side}/masked_logits": model.predict(hidden), f"{side}/causal_logits": model.predict(causal)}
+    prompt = [BOS, *Tokenizer.from_str(tokenizer_text()).encode("The function returns the length of the list.").ids]
+    known["greedy"] = torch.tensor(greedy(model, prompt, 12)[len(prompt) :])
+    save_file({key: value.contiguous() for key, value in known.items()}, folder / "expected.safetensors")
 
 
 @cache
