@@ -4,7 +4,7 @@ Tensors are batch first: B rows of T tokens, D features.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from .attention_gpt_bert import Layout, attention_allowed, packed_texts
+from .attention_gpt_bert import Layout, knows_layout, make_mask, packed_texts
 from .configuration_gpt_bert import GPTBertConfig
 from .layers_gpt_bert import Embedding, Encoder
 
@@ -36,6 +36,8 @@ class GPTBertPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Embedding", "Attention", "FeedForward", "DepthWeightedAveraging", "Head"]  # noqa: RUF012 - transformers' own declaration
     _supports_sdpa = True
     supports_gradient_checkpointing = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
     _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"\.position_indices$"]  # noqa: RUF012 - transformers' own declaration
 
     config: GPTBertConfig
@@ -85,11 +87,13 @@ class GPTBertPreTrainedModel(PreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         position_ids: Tensor | None = None,
+        **options: Any,
     ) -> Encoded:
         """Hidden states of the new tokens [B, T] (or of their rows of the word table [B, T, D]).
 
         position_ids [B or 1, T] that begin again at 0 tell several texts in a row apart. The models take them among
-        their other keyword arguments: generate() makes some for every model whose signature names them.
+        their other keyword arguments: generate() makes some for every model whose signature names them. options: other
+        ones, for functions of the attention interface.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds.")
@@ -106,13 +110,14 @@ class GPTBertPreTrainedModel(PreTrainedModel):
             past_key_values = DynamicCache()
         past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         x, table = self.embedding(words)
-        allowed = attention_allowed(attention_mask, x.size(0), past, x.size(1), is_causal, x.device)
-        if position_ids is not None:
-            texts = packed_texts(position_ids, attention_mask, past)
-            if past == 0:  # with cached tokens all of a row is one text
-                allowed = allowed & (texts[:, None, :, None] == texts[:, None, None, :])
         need_weights = self.config.output_attentions if output_attentions is None else output_attentions
-        layout = Layout(self.config, allowed, past, past_key_values, bool(need_weights))
+        implementation = "eager" if need_weights else self.config._attn_implementation or "eager"
+        texts = None
+        if position_ids is not None and knows_layout(implementation):
+            texts = packed_texts(position_ids, attention_mask, past)
+            texts = texts if past == 0 else None  # with cached tokens all of a row is one text
+        mask = make_mask(attention_mask, texts, x.size(0), past, x.size(1), is_causal, x.device)
+        layout = Layout(self.config, implementation, mask, past, past_key_values, attention_mask, position_ids, options)
         hidden, weights = self.transformer(x, table, layout)
         keep_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return Encoded(

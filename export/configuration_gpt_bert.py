@@ -62,6 +62,11 @@ class GPTBertConfig(PretrainedConfig):
         self.pad_token_id = pad_token_id
         super().__init__(**kwargs)
 
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self.hidden_size // self.num_attention_heads
+
 
 class LTGBertConfig(GPTBertConfig):
     """LTG-BERT (Samuel et al., 2023): the same without the gate and without the averaging."""

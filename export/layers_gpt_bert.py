@@ -40,9 +40,11 @@ class Attention(GradientCheckpointingLayer):
 
     def __init__(self, config: GPTBertConfig, index: int) -> None:
         super().__init__()
-        self.config, self.index = config, index
+        self.config, self.layer_idx = config, index
+        # Read by functions of the attention interface; whether a pass is causal they are told each time.
+        self.is_causal, self.num_key_value_groups, self.head_dim = config.is_decoder, 1, config.head_dim
         width = config.hidden_size
-        self.heads = (config.num_attention_heads, width // config.num_attention_heads)
+        self.heads = (config.num_attention_heads, config.head_dim)
         self.gated = config.model_type == "gpt-bert"
         self.in_proj_qk = nn.Linear(width, 2 * width)
         if self.gated:
@@ -62,12 +64,12 @@ class Attention(GradientCheckpointingLayer):
         """
         keep = cache is not None and not self.training and not torch.is_grad_enabled()
         kept = cache.__dict__.setdefault("projected_positions", {}) if cache is not None and keep else {}
-        if past == 0 or self.index not in kept:
-            kept[self.index] = self.in_proj_qk(self.dropout(table)).unflatten(-1, (2, *self.heads)).unbind(-3)
-        return kept[self.index]
+        if past == 0 or self.layer_idx not in kept:
+            kept[self.layer_idx] = self.in_proj_qk(self.dropout(table)).unflatten(-1, (2, *self.heads)).unbind(-3)
+        return kept[self.layer_idx]
 
     def forward(self, x: Tensor, table: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None]:
-        """x [B, T, D] -> [B, T, D], and the probabilities [B, H, T, K] where the layout asks for them."""
+        """x [B, T, D] -> [B, T, D], and the probabilities [B, H, T, K] where the implementation has them."""
         x = self.pre_layer_norm(x)
         query, key = self.in_proj_qk(x).unflatten(-1, (2, *self.heads)).permute(2, 0, 3, 1, 4)  # each [B, H, T, d]
         value, gate = self.in_proj_vg(x).chunk(2, dim=-1) if self.gated else (self.in_proj_v(x), None)
@@ -76,39 +78,22 @@ class Attention(GradientCheckpointingLayer):
             query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
         if layout.cache is not None:
             places = {"cache_position": layout.new}  # transformers 4 cannot place new tokens in a static cache without
-            key, value = layout.cache.update(key, value, self.index, places)
+            key, value = layout.cache.update(key, value, self.layer_idx, places)
             if key.size(2) < layout.total:
                 raise ValueError(
                     f"The cache kept {key.size(2)} of {layout.total} tokens, and all are attended: take sliding_window "
                     "out of the configuration."
                 )
             key, value = key[:, :, : layout.total], value[:, :, : layout.total]  # a static cache is longer
-        context, probabilities = self.attend(query, key, value, table, layout)
-        context = context.masked_fill(~layout.attends, 0.0).transpose(1, 2).flatten(-2)
+        scaling, drop, positions = 1 / math.sqrt(self.head_dim), 0.0, None
+        if table is not None:
+            scaling = 1 / math.sqrt(3 * self.head_dim)
+            drop = self.dropout.p if self.training else 0.0  # with rotary positions, pretraining drops none either
+            positions = self.project_positions(table, layout.cache, layout.past)
+        context, probabilities = layout.attend(self, query, key, value, scaling, drop, positions)
         if gate is not None:
             context = context * F.gelu(gate)
         return self.dropout(self.out_proj(self.post_layer_norm(context))), probabilities
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, layout: Layout
-    ) -> tuple[Tensor, Tensor | None]:
-        """Context [B, H, T, d], and the probabilities where the layout asks for them (None from PyTorch's kernels)."""
-        scale, bias, drop = 1 / math.sqrt(self.heads[1]), None, 0.0
-        if table is not None:
-            scale = 1 / math.sqrt(3 * self.heads[1])
-            query_pos, key_pos = self.project_positions(table, layout.cache, layout.past)
-            bias = scale * layout.position_scores(query, key, query_pos, key_pos)
-            bias = bias.masked_fill(~layout.allowed, torch.finfo(query.dtype).min)
-            drop = self.dropout.p if self.training else 0.0  # with rotary positions, pretraining drops none either
-        if layout.need_weights or self.config._attn_implementation == "eager":
-            scores = scale * (query @ key.transpose(-1, -2)).float()
-            scores = (
-                scores.masked_fill(~layout.allowed, torch.finfo(query.dtype).min) if bias is None else scores + bias
-            )
-            probabilities = F.dropout(scores.softmax(dim=-1).to(value.dtype), drop)
-            return probabilities @ value, probabilities
-        mask = layout.allowed if bias is None else bias.to(query.dtype)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=drop, scale=scale), None
 
 
 class TanhGEGLU(nn.Module):

@@ -30,7 +30,6 @@ from .configuration_gpt_bert import GPTBertConfig, LTGBertConfig
 from .layers_gpt_bert import Head, new_head
 
 logger = logging.get_logger(__name__)
-_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
 class GPTBertModel(GPTBertPreTrainedModel):
@@ -55,9 +54,7 @@ class GPTBertModel(GPTBertPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         causal = self.config.is_decoder if is_causal is None else is_causal
         flags = (past_key_values, use_cache, output_attentions, output_hidden_states)
-        outputs = self.encode(
-            input_ids, attention_mask, inputs_embeds, causal, *flags, position_ids=kwargs.get("position_ids")
-        )
+        outputs = self.encode(input_ids, attention_mask, inputs_embeds, causal, *flags, **kwargs)
         return BaseModelOutputWithPast(**outputs._asdict())
 
 
@@ -108,8 +105,8 @@ class GPTBertForMaskedLM(GPTBertLanguageModel):
         **kwargs: Any,
     ) -> MaskedLMOutput:
         flags: dict[str, Any] = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
+        outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, **flags, **kwargs)
         position_ids = kwargs.get("position_ids")
-        outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, position_ids=position_ids, **flags)
         predicted = self.classifier(outputs.last_hidden_state[:, :-1])
         first = torch.zeros(predicted.shape[:2], dtype=torch.bool, device=predicted.device)
         if attention_mask is not None and attention_mask.ndim == 2:
@@ -128,6 +125,11 @@ class GPTBertForMaskedLM(GPTBertLanguageModel):
 
 class GPTBertForCausalLM(GPTBertLanguageModel, GenerationMixin):
     """Causal language model: logits i are those of token i + 1."""
+
+    def __init__(self, config: GPTBertConfig) -> None:
+        super().__init__(config)
+        for layer in self.transformer.attention_layers:
+            layer.is_causal = True  # pyright: ignore[reportArgumentType]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, which only warns of prompts that end in padding, and then continues the padding."""
@@ -152,9 +154,7 @@ class GPTBertForCausalLM(GPTBertLanguageModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         caching = bool(self.config.use_cache and not self.training if use_cache is None else use_cache)
         flags = (past_key_values, caching, output_attentions, output_hidden_states)
-        outputs = self.encode(
-            input_ids, attention_mask, inputs_embeds, True, *flags, position_ids=kwargs.get("position_ids")
-        )
+        outputs = self.encode(input_ids, attention_mask, inputs_embeds, True, *flags, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.classifier(outputs.last_hidden_state[:, kept])
         loss = None
@@ -203,8 +203,7 @@ class GPTBertForSequenceClassification(GPTBertPreTrainedModel):
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
         flags: dict[str, Any] = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
-        position_ids = kwargs.get("position_ids")
-        outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, position_ids=position_ids, **flags)
+        outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, **flags, **kwargs)
         logits = self.score(first_states(outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
@@ -235,8 +234,7 @@ class GPTBertForTokenClassification(GPTBertPreTrainedModel):
         **kwargs: Any,
     ) -> TokenClassifierOutput:
         flags: dict[str, Any] = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
-        position_ids = kwargs.get("position_ids")
-        outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, position_ids=position_ids, **flags)
+        outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, **flags, **kwargs)
         logits = self.score(outputs.last_hidden_state)
         loss = None
         if labels is not None:
@@ -264,8 +262,7 @@ class GPTBertForQuestionAnswering(GPTBertPreTrainedModel):
         end_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> QuestionAnsweringModelOutput:
-        flags: dict[str, Any] = {name: kwargs.get(name) for name in ("position_ids", *_OUTPUTS)}
-        outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, **flags)
+        outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, **kwargs)
         start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
@@ -298,11 +295,10 @@ class GPTBertForMultipleChoice(GPTBertPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> MultipleChoiceModelOutput:
-        flags: dict[str, Any] = {name: kwargs.get(name) for name in _OUTPUTS}
         given = (input_ids, attention_mask, inputs_embeds, kwargs.get("position_ids"))
         choices = next(tensor.size(1) for tensor in (input_ids, inputs_embeds) if tensor is not None)
         ids, mask, embeds, positions = (None if tensor is None else tensor.flatten(0, 1) for tensor in given)
-        outputs = self.encode(ids, mask, embeds, False, position_ids=positions, **flags)
+        outputs = self.encode(ids, mask, embeds, False, **{**kwargs, "position_ids": positions})
         logits = self.score(first_states(outputs.last_hidden_state, mask)).view(-1, choices)
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return MultipleChoiceModelOutput(
