@@ -1,12 +1,15 @@
 """Requeue of a job whose ranks have ended: reports which failed first and why, and requeues where they could not.
 
-    python slurm/requeue.py --exit_code CODE_OF_SRUN -- FLAGS OF THE RUN
+    python slurm/requeue.py --exit_code CODE_OF_SRUN [--can_start] -- FLAGS OF THE RUN
+    python slurm/requeue.py --count -- FLAGS OF THE RUN
 
 The ranks requeue their job themselves. Left for this script are the cases where they cannot: a container without
 scontrol, a signal that came before Python could handle it, and, with REQUEUE_ON_CRASH=1, a failure of hardware or
 network (training/errors.py has the kinds), after which the next start avoids the host at fault, where there is a single
 one. The ranks have recorded the kind in the run folder; srun knows only how the worst of them ended, perhaps by its
-own signal. This script's exit code is the job's.
+own signal. This script's exit code is the job's, or START_AGAIN: a job script that can start the ranks again
+(--can_start) is to do so in the allocation that it has, which takes seconds where a requeue takes minutes.
+--count prints how many starts of the job there were before this one.
 """
 
 from __future__ import annotations
@@ -41,14 +44,18 @@ from training.status import (
     hosts_at_fault,
     newest_step,
     read_status,
+    starts_so_far,
     write_status,
 )
 
+START_AGAIN = 76  # no exit code of a rank (training/errors.py)
 _EARLY = {128 + signal.SIGHUP, 128 + signal.SIGUSR1, 128 + signal.SIGUSR2, 128 + signal.SIGTERM}
 
 
-def finish(config: TrainingConfig, environment: Environment, exit_code: int, requeue_on_crash: bool) -> tuple[int, str]:
-    """Exit code of the job, and a last message ("" for none)."""
+def finish(
+    config: TrainingConfig, environment: Environment, exit_code: int, requeue_on_crash: bool, can_start: bool = False
+) -> tuple[int, str]:
+    """Exit code of the job, or START_AGAIN if it `can_start` the ranks itself, and a last message ("" for none)."""
     status = read_status(config.run_folder)
     if status is not None and status.job_id != environment.job_id:
         status = None  # another job's
@@ -76,11 +83,18 @@ def finish(config: TrainingConfig, environment: Environment, exit_code: int, req
     if config.requeue == "never" or not (wanted or early or (kind.retried and requeue_on_crash)):
         return _fail(config, environment, status, code, cause)
     host = failure.host_at_fault if failure is not None and kind is HARDWARE else ""
-    return _requeue(config, environment, status, code, cause, host)
+    can_start = can_start and not (wanted or early)
+    return _requeue(config, environment, status, code, cause, host, can_start)
 
 
 def _requeue(
-    config: TrainingConfig, environment: Environment, status: Status | None, exit_code: int, cause: str, host: str
+    config: TrainingConfig,
+    environment: Environment,
+    status: Status | None,
+    exit_code: int,
+    cause: str,
+    host: str,
+    can_start: bool,
 ) -> tuple[int, str]:
     """host: the one at fault, which the next start avoids if it can; "" if that is not known."""
     assert environment.job_id is not None
@@ -93,7 +107,11 @@ def _requeue(
     if host and hosts_at_fault(config.run_folder, environment.job_id, environment.restart_count) == {host}:
         blamed = hosts_at_fault(config.run_folder, environment.job_id) - {host}
         nodes, note = preemption.plan_exclusion(environment.job_id, host, blamed)
-    outcome, answer = preemption.requeue(environment.job_id, environment.restart_count)
+    if can_start and not nodes and _is_ours(environment):
+        write_status(config.run_folder, environment, REQUEUED, cause, step, _last_step(config, status))
+        note = f"; {note}" if note else ""
+        return START_AGAIN, f"{cause}; job {environment.job_id} starts again in its allocation{note}"
+    outcome, answer = preemption.requeue(environment.job_id, environment.requeues)
     if outcome == preemption.REQUEUED:
         write_status(config.run_folder, environment, REQUEUED, cause, step, _last_step(config, status))
         # Only now, since a running job cannot be changed
@@ -103,6 +121,13 @@ def _requeue(
         return DONE, f"{cause}{'; ' if cause else ''}SLURM starts job {environment.job_id} again{note}"
     reason = "it was cancelled" if outcome == preemption.CANCELLED else answer or outcome
     return _fail(config, environment, status, exit_code, f"{cause}; job {environment.job_id} is not requeued: {reason}")
+
+
+def _is_ours(environment: Environment) -> bool:
+    """Whether the allocation goes on, as far as SLURM tells: nobody has cancelled or requeued the job."""
+    assert environment.job_id is not None
+    job = preemption.query_job(environment.job_id)
+    return job is not None and job.state == "RUNNING" and job.restarts == environment.requeues
 
 
 def _last_step(config: TrainingConfig, status: Status | None) -> int:
@@ -129,7 +154,9 @@ def _signal_name(number: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--exit_code", type=int, required=True, metavar="N", help="what srun returned")
+    parser.add_argument("--exit_code", type=int, default=0, metavar="N", help="what srun returned")
+    parser.add_argument("--can_start", action="store_true", help="the job script can start the ranks again")
+    parser.add_argument("--count", action="store_true", help="print the number of the job's starts so far")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="the training flags, after --")
     arguments = parser.parse_args(argv)
     try:
@@ -137,11 +164,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = parse_config(arguments.flags, "")
     except (ConfigError, SystemExit):
         return arguments.exit_code
+    environment = read_environment(os.environ, alone=True)
+    if arguments.count:
+        print(max(environment.requeues, starts_so_far(config.run_folder, environment.job_id)))
+        return DONE
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # as the job script did; a requeue sends TERM, with work left to do here
     crash = os.environ.get("REQUEUE_ON_CRASH", "0") not in ("", "0")
     try:
-        code, message = finish(config, read_environment(os.environ, alone=True), arguments.exit_code, crash)
+        code, message = finish(config, environment, arguments.exit_code, crash, arguments.can_start)
     except OSError as error:
         code, message = arguments.exit_code or BUG.code, f"{error.filename or config.run_folder}: {error.strerror}"
     if message:

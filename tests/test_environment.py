@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from training.environment import (
     tasks_per_node,
 )
 from training.preemption import RestartRefused, StopSignals, TimeLimit, excuse_attempt, parse_time, register_attempt
+from training.status import record_failure, starts_so_far
 from training.stopping import Stop, StopConditions
 
 SLURM = {
@@ -71,6 +73,21 @@ def test_slurm(monkeypatch):
     assert (found.local_world_size, found.node_rank, found.gpus_on_node, found.end_time) == (4, 1, 4, None)
     other = read_environment({**SLURM, "SLURM_JOB_ID": "123457"})
     assert other.master_port != found.master_port  # two jobs on one node do not collide
+
+
+def test_starts_within_an_allocation_count(monkeypatch, tmp_path):
+    monkeypatch.setattr("shutil.which", lambda _name: None)
+    requeued = read_environment({**SLURM, "SLURM_RESTART_COUNT": "2"})
+    found = read_environment({**SLURM, "SLURM_RESTART_COUNT": "2", "TRAINING_RESTARTS": "5"})
+    assert (requeued.restart_count, requeued.requeues) == (2, 2)
+    assert (found.restart_count, found.requeues) == (5, 2)
+    assert found.master_port != requeued.master_port  # ranks of the last start may still hold that one
+    assert starts_so_far(tmp_path, "123456") == 0
+    register_attempt(short_config(tmp_path), found, 3)
+    folder = short_config(tmp_path).run_folder
+    assert (starts_so_far(folder, "123456"), starts_so_far(folder, "77")) == (6, 0)
+    record_failure(folder, dataclasses.replace(found, restart_count=6), "an error before it was registered")
+    assert starts_so_far(folder, "123456") == 7
 
 
 def test_torchrun_wins_inside_a_slurm_job():

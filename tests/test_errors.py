@@ -18,7 +18,7 @@ from helpers.tiny_runs import ROOT, flags, make_inputs
 
 import train_single_gpu
 from data.shards import ShardError
-from slurm.requeue import finish
+from slurm.requeue import START_AGAIN, finish
 from training import preemption
 from training.checkpoint import CheckpointError, SaveError
 from training.config import ConfigError, TrainingConfig
@@ -189,6 +189,35 @@ def test_requeue_by_kind_of_first_failure(tmp_path, monkeypatch, srun, failures,
     found, words = finish(config, environment, srun, requeue_on_crash=False)
     assert found == (code or (failures[0][0].code if failures else srun))
     assert words.startswith("job 77 failed: ")
+
+
+@pytest.mark.parametrize(
+    ("squeue", "outcome", "asked"),
+    [
+        ("RUNNING 1:00:00 1", START_AGAIN, []),
+        ("RUNNING 1:00:00 2", 0, []),  # SLURM starts it again already
+        ("CANCELLED 1:00:00 1", 75, []),
+        ("", 0, ["scontrol requeue 77"]),  # whether the allocation goes on, nobody can tell
+    ],
+)
+def test_ranks_start_again_where_the_allocation_goes_on(tmp_path, monkeypatch, squeue, outcome, asked):
+    commands = []
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        commands.append(" ".join(command))
+        return subprocess.CompletedProcess(command, 0, squeue if command[0] == "squeue" else "", "")
+
+    monkeypatch.setattr(preemption, "_run", run)
+    config = TrainingConfig(train_path="-", config_file="-", tokenizer_path="-", name="run", output_dir=str(tmp_path))
+    config.run_folder.mkdir()
+    environment = Environment("slurm", job_id="77", restart_count=4, requeues=1)
+    record_failure(config.run_folder, environment, "rank 3 has sent no heartbeat", kind=HARDWARE.name)
+    assert finish(config, environment, 137, requeue_on_crash=False, can_start=True)[0] == 75
+    commands.clear()
+    code, said = finish(config, environment, 137, requeue_on_crash=True, can_start=True)
+    assert code == outcome
+    assert ("starts again in its allocation" in said) == (code == START_AGAIN)
+    assert [command for command in commands if command.startswith("scontrol")] == asked
 
 
 _NODES = "".join(f"node{number}|{'down*' if number == 4 else 'mixed'}|gpu:4\n" for number in (1, 2, 3, 4))

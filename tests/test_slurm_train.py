@@ -55,6 +55,17 @@ def test_failures_of_a_rank(jobs, cluster):
         assert newest_step(jobs.runs / name / "checkpoints") == 5
 
 
+def test_ranks_start_again_in_their_allocation(jobs, cluster):
+    """A rank is killed at step 8: SLURM does not hear of it, and the run goes on from step 5 as the same run."""
+    retry, once = ("--requeue_on_crash",), {"TEST_CRASH": "1:8"}
+    job_id = jobs.submit("again", "--ntasks=2", "-wnode3", script=retry, env=once, save_every=5)
+    output = jobs.check("again", job_id, launches=2)
+    assert f"a rank was killed by SIGKILL; srun's lines above say which; job {job_id} starts again in its" in output
+    assert [launch["start_step"] for launch in jobs.launches("again")] == [0, 5]
+    assert [launch["restart_count"] for launch in jobs.launches("again")] == [0, 1]
+    assert cluster.job(job_id)["Restarts"] == "0"
+
+
 def test_cancelled_is_not_requeued(jobs, cluster):
     """Cancelled, and asked by SIGINT to end: both save, neither starts again; wandb's service is hit by the signals."""
     options = {"cancelled": (), "interrupted": ("--signal=INT",)}

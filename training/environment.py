@@ -16,6 +16,8 @@ from typing import Any
 COMMIT_FILE = "GIT_COMMIT"  # of a copy of the code, which is no checkout, for a job
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
+RESTARTS = "TRAINING_RESTARTS"  # variable of train.sbatch: the starts of the job before this one
+_PORT_STEP = 997
 _PORT_BASE, _PORT_COUNT = 20000, 12000  # below Linux's default range of ephemeral ports, which starts at 32768
 
 
@@ -32,8 +34,9 @@ class Environment:
     job on this node, None where it does not say. master_addr, master_port: where rank 0 listens.
 
     job_id: SLURM's name of the job, "123" or "123_4" in an array, also under torchrun and for one process inside a
-    job; None outside. restart_count: how often SLURM has started the job again. end_time: when its time limit is up
-    (Unix seconds), None where the environment does not say (SLURM before 22.05.3 or so: ask training.preemption).
+    job; None outside. restart_count: how often it has been started again, by SLURM (requeues) or by the job script
+    within its allocation. end_time: when its time limit is up (Unix seconds), None where the environment does not say
+    (SLURM before 22.05.3 or so: ask training.preemption).
     """
 
     launcher: str
@@ -48,6 +51,7 @@ class Environment:
     master_port: int = 29500
     job_id: str | None = None
     restart_count: int = 0
+    requeues: int = 0
     end_time: float | None = None
 
 
@@ -129,10 +133,11 @@ def _job(variables: Mapping[str, str]) -> dict[str, Any]:
     if "SLURM_ARRAY_JOB_ID" in variables and "SLURM_ARRAY_TASK_ID" in variables:
         # An array's first job has the number of the whole array: a requeue by that would hit every task.
         job_id = f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
-    end = variables.get("SLURM_JOB_END_TIME", "")
+    end, requeues = variables.get("SLURM_JOB_END_TIME", ""), _integer(variables, "SLURM_RESTART_COUNT", 0)
     return {
         "job_id": job_id,
-        "restart_count": _integer(variables, "SLURM_RESTART_COUNT", 0),
+        "restart_count": max(requeues, _integer(variables, RESTARTS, 0)),
+        "requeues": requeues,
         "gpus_on_node": _gpus_on_node(variables),
         "end_time": float(end) if end.isdigit() else None,
     }
@@ -181,7 +186,9 @@ def _from_slurm(variables: Mapping[str, str]) -> Environment:
             f"SLURM's variables contradict each other: {world_size} tasks on {nodes} nodes, {tasks} tasks per node, "
             f"and this is node {node_rank}; unset those that were exported by hand"
         )
-    port = _PORT_BASE + _integer(variables, "SLURM_JOB_ID") % _PORT_COUNT
+    job = _job(variables)
+    # Another one at each start: what is left of the last may still hold its own.
+    port = _PORT_BASE + (_integer(variables, "SLURM_JOB_ID") + _PORT_STEP * job["restart_count"]) % _PORT_COUNT
     return Environment(
         launcher="slurm",
         rank=_integer(variables, "SLURM_PROCID"),
@@ -192,7 +199,7 @@ def _from_slurm(variables: Mapping[str, str]) -> Environment:
         node_rank=node_rank,
         master_addr=variables.get("MASTER_ADDR") or _first_host(hosts),
         master_port=_integer(variables, "MASTER_PORT", port),
-        **_job(variables),
+        **job,
     )
 
 

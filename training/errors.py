@@ -32,7 +32,7 @@ _LAUNCHER_SECONDS = 10.0  # for srun or torchrun to end this process, once anoth
 
 @dataclass(frozen=True)
 class Kind:
-    """name: as in failures/*.json. code: exit code. retried: whether REQUEUE_ON_CRASH starts a SLURM job again."""
+    """name: as in failures/*.json. code: exit code. retried: whether REQUEUE_ON_CRASH starts the ranks again."""
 
     name: str
     code: int

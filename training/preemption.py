@@ -282,16 +282,16 @@ def query_job(job_id: str) -> JobStatus | None:
     return JobStatus(words[0], parse_time(words[1]), int(words[2]))
 
 
-def requeue(job_id: str, restart_count: int) -> tuple[str, str]:
+def requeue(job_id: str, requeues: int) -> tuple[str, str]:
     """Have SLURM start this job again; to be called by one process only.
 
-    restart_count: as this start of the job was given it. Returns an outcome and, where it was refused, SLURM's reason:
+    requeues: SLURM's restart count, as this start was given it. Returns an outcome and, where refused, the reason:
     REQUEUED (also where SLURM does so already), CANCELLED (somebody ended the job: leave it), NO_COMMAND (no scontrol
     here) or REFUSED (such as a job of --no-requeue).
     """
     job = query_job(job_id)
     if job is not None:
-        if job.restarts > restart_count or job.state in WAITING:
+        if job.restarts > requeues or job.state in WAITING:
             return REQUEUED, ""
         if job.cancelled:
             return CANCELLED, ""

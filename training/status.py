@@ -204,6 +204,13 @@ def begin_attempt(folder: Path, environment: Environment, newest_step: int) -> A
     return Attempt(folder, job_id, restart_count, without_progress)
 
 
+def starts_so_far(folder: Path, job_id: str | None) -> int:
+    """How many starts of a job the run folder knows: those that registered, and those that only left an error."""
+    counts = [attempt["restart_count"] for attempt in _attempts(folder) if attempt["job_id"] == job_id]
+    numbers = [path.stem.split("_")[-2] for path in (folder / "failures").glob(f"{job_id}_*_*.json")]
+    return 1 + max([*counts, *(int(number) for number in numbers if number.isdigit())], default=-1)
+
+
 def end_attempt(folder: Path, environment: Environment) -> None:
     """Note that a signal ended this start. Raises OSError where `folder` cannot be written."""
     line = {"job_id": environment.job_id, "restart_count": environment.restart_count, "ended_by_signal": True}

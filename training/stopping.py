@@ -290,7 +290,7 @@ def _requeue(environment: Environment, max_restarts: int, cause: str) -> tuple[s
     if restarts >= max_restarts:
         reason = f"job {job_id} has been restarted {restarts} times (--max_restarts): it is not started again"
         return FAILED, reason, GAVE_UP.code
-    outcome, answer = preemption.requeue(job_id, restarts)
+    outcome, answer = preemption.requeue(job_id, environment.requeues)
     if outcome == preemption.REQUEUED:
         return REQUEUED, f"SLURM starts job {job_id} again (restart {restarts + 1})", DONE
     if outcome == preemption.CANCELLED:
