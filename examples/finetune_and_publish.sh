@@ -21,9 +21,9 @@ mkdir -p "$out"
 # 1. Each task fine-tuned with several learning rates and seeds; settings are chosen on a part of train alone.
 "$PYTHON" "$suite/evaluation/finetune.py" "$model" --ema --tasks "$tasks" --output "$out/tasks.json" "$@"
 
-# 2. The averaged weights as a folder of transformers: code, weights, tokenizer, model card.
+# 2. The averaged weights as a folder of transformers: code, weights, tokenizer, model card with these scores.
 "$PYTHON" "$suite/export/to_huggingface.py" "$model" "$out/model" --ema \
-    --license "${LICENSE:-apache-2.0}" --language "${LANGUAGE:-en}" ${PUSH:+--push "$PUSH"}
+    --results "$out/tasks.json" --license "${LICENSE:-apache-2.0}" --language "${LANGUAGE:-en}" ${PUSH:+--push "$PUSH"}
 
 # 3. What a stranger does with it, without this repository.
 "$PYTHON" - "$out/model" <<'END'

@@ -41,5 +41,5 @@ run=$out/runs/$code
 "$PYTHON" "$suite/evaluation/perplexity.py" "$run" --ema --data "$out/shards/validation" --output "$out/perplexity.json"
 [ -z "${PAIRS:-}" ] || "$PYTHON" "$suite/evaluation/minimal_pairs.py" "$run" --ema --data "$PAIRS" --output "$out/pairs.json"
 [ -e "$out/published" ] || "$PYTHON" "$suite/export/to_huggingface.py" "$run" "$out/published" --ema --all_checkpoints \
-    --language "$code" ${LICENSE:+--license "$LICENSE"}
+    --results "$out/perplexity.json" ${PAIRS:+"$out/pairs.json"} --language "$code" ${LICENSE:+--license "$LICENSE"}
 echo "Look at $run/report.html and $out/published/README.md, the model card; --push publishes it (export/README.md)"

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,21 +26,15 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 from data.atomic_io import sync_folder, take_folder_mode
 from data.cli import Parser
+from data.results import ResultFile, given_results, read_results
 from data.shards import ShardError
 from data.special_tokens import SpecialTokens
 from export.hf_format import TOKENIZER_NOTE, adapt_tokenizer, is_exported
 from export.load_model import load_model, load_special_tokens
 from export.model_card import NOTHING_STATED, Stated, longest_row, model_card, read_records
 from export.native import NativeForm, native_form
-from export.revisions import (
-    GitError,
-    Revision,
-    find_revisions,
-    git,
-    is_git_address,
-    push_revisions,
-    write_revisions,
-)
+from export.push import PushError, check_hub, push
+from export.revisions import GitError, Revision, find_revisions, is_git_address, push_revisions, write_revisions
 from model import LTGBert, ModelConfig, ModelConfigError
 from model_config import PUBLISHED_KEYS
 from training.checkpoint import Checkpoint, CheckpointError, locate, rows_begin_with_bos
@@ -52,8 +46,7 @@ class ExportError(ValueError):
     """The folder cannot be written or uploaded; the message is one sentence with the remedy."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("Write a model in the form of the transformers library.")
     parser.add_argument("model", metavar="MODEL", help="run folder (its newest checkpoint) or checkpoint folder")
     parser.add_argument("output", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
@@ -83,26 +76,48 @@ def main(arguments: list[str] | None = None) -> int:
         "--language", nargs="+", default=[], metavar="CODE",
         help="for the model card: ISO 639 codes of the languages of the texts, such as en (default: none is stated)",
     )  # fmt: skip
-    options = parser.parse_args(arguments)
+    parser.add_argument("--author", nargs="+", default=[], metavar="NAME", help="for the model card: who made it")
+    parser.add_argument(
+        "--results", nargs="+", type=Path, default=[], metavar="PATH",
+        help="for the model card: files of results of evaluation/, or folders of them, beside those in the run folder "
+        "and its evaluation/",
+    )  # fmt: skip
+    parser.add_argument(
+        "--watts", type=float, default=0.0, metavar="W",
+        help="for the card's footprint: what a device drew (default: its limit by the data sheet, where known)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--grams_per_kwh", type=float, default=0.0, metavar="G",
+        help="for the card's footprint: CO2-equivalent of the place's electricity (default: 480, the world's mean)",
+    )  # fmt: skip
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    options = parse_arguments(arguments)
     try:
-        stated = Stated(options.license, tuple(options.language))
-        check_stated(stated)
+        stated = Stated(
+            options.license, tuple(options.language), tuple(options.author), options.watts, options.grams_per_kwh,
+            tuple(file for path in options.results for file in given_results(path)),
+        )  # fmt: skip
+        check_stated(stated, options.model)
         to_git = options.all_checkpoints and is_git_address(options.push)
         if options.push and not to_git:
             check_hub(options.push)
         name = "" if to_git else options.push
         if options.all_checkpoints:
             revisions = export_all(options.model, options.output, options.ema, name, stated, options.native)
-            print(f"{options.output} is a git repository; branches: {', '.join(_names(revisions))}; main is the last")
+            names = [branch for revision in revisions for branch in revision.names]
+            print(f"{options.output} is a git repository; branches: {', '.join(names)}; main is the last")
         else:
             export(options.model, options.output, options.ema, name, stated, options.native)
-            revisions = []
         how = "needs no code of ours" if options.native else "loads it with trust_remote_code=True"
         print(f"{options.output} is ready: transformers {how}", flush=True)
         if options.push:
             address = push_revisions(options.output, options.push) if to_git else ""
-            print(f"uploaded to {address or push(options.output, options.push, _names(revisions))}")
-    except (ExportError, GitError, CheckpointError, ModelConfigError, ShardError) as error:
+            print(f"uploaded to {address or push(options.output, options.push, say=print)}")
+    except (ExportError, PushError, GitError, CheckpointError, ModelConfigError, ShardError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -213,8 +228,19 @@ def check_output(output: Path) -> None:
         raise ExportError(f"OUT {output} exists already; give a new folder, or remove it first")
 
 
-def check_stated(stated: Stated) -> None:
-    """Refuse what the Hub's metadata cannot hold. Raises ExportError."""
+def check_stated(stated: Stated, model: str) -> None:
+    """Refuse what the Hub's metadata cannot hold, and results of another model. Raises ExportError."""
+    run = ResultFile("", model, "", ()).run_folder.resolve()
+    for path in stated.results:
+        found = read_results(path)
+        if found is None:
+            raise ExportError(f"--results {path}: holds no results of the scripts in evaluation/ (their --output)")
+        if found.run_folder.resolve() != run and found.run_folder.name != run.name:
+            raise ExportError(f"--results {path}: is of model {found.model}, and MODEL is {model}")
+    if stated.watts < 0 or stated.grams < 0:
+        raise ExportError(f"--watts is {stated.watts:g} and --grams_per_kwh {stated.grams:g}: give numbers above 0")
+    if any(not name.strip() or set("{}\n") & set(name) for name in stated.authors):
+        raise ExportError(f"--author {' '.join(stated.authors)!r}: give names, each in quotes")
     if stated.license and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", stated.license):
         raise ExportError(f"--license {stated.license!r} is none of the Hub's names, such as apache-2.0 or cc-by-4.0")
     for code in stated.languages:
@@ -241,7 +267,7 @@ def write_files(
     take_folder_mode(folder / "model.safetensors")
     text, note = adapt_tokenizer((checkpoint.path / "tokenizer.json").read_text(encoding="utf-8"), special)
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-    records = read_records(checkpoint)
+    records = read_records(checkpoint, stated)
     flags = records.run.get("flags") or checkpoint.record.get("flags") or {}
     config = model.config.to_dict()
     roles = {f"{role}_token": token for role, token in special.tokens.items()}
@@ -336,48 +362,6 @@ def tokenizer_configuration(longest: int) -> dict[str, Any]:
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }
-
-
-def check_hub(repository: str) -> None:
-    """Refuse an upload that cannot work, before anything is written. Raises ExportError."""
-    try:
-        from huggingface_hub import get_token
-        from huggingface_hub.utils import HFValidationError, validate_repo_id
-    except ImportError:
-        raise ExportError("--push needs a package that is not installed: pip install huggingface_hub") from None
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise ExportError(f"--push {repository!r} is no name of a repository, such as USER/NAME: {error}") from None
-    if not get_token():
-        raise ExportError("--push needs a login: run `hf auth login`, or set HF_TOKEN")
-
-
-def _names(revisions: list[Revision]) -> list[str]:
-    return [name for revision in revisions for name in revision.names]
-
-
-def push(folder: Path, repository: str, revisions: Sequence[str] = ()) -> str:
-    """Upload an exported folder, and its branches `revisions`; returns the repository's address. Raises ExportError."""
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        address = api.create_repo(repository, private=True, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export")
-        for name in revisions:
-            git(folder, "checkout", "-q", name)
-            api.create_branch(repository, branch=name, exist_ok=True)
-            api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export", revision=name)
-    except Exception as error:  # the library's own errors, and those of several HTTP libraries below it
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ExportError(
-            f"--push {repository}: the upload failed ({reason}); {folder} is whole, push it again"
-        ) from error
-    finally:
-        if revisions:
-            git(folder, "checkout", "-q", "main")
-    return str(address)
 
 
 if __name__ == "__main__":

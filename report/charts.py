@@ -145,16 +145,17 @@ def pair_charts(runs: list[Run]) -> list[Chart]:
                     continue
                 values = run.metrics.series[keys[mode, name]].values()
                 scale = unit_of(max(values))
-                lowest = min(lowest, scale * min(values))
+                lowest = min(lowest, scale * min(values)) if chance(name) else lowest
                 hue = run_colour(number) if several else hue_of(mode, dash)
                 line = _line(run, number, keys[mode, name], "valid", hue, mode, scale)
                 lines.append({**line, "dash": dash if several else 0})
         drawn.append((name, lines))
     charts: list[Chart] = []
-    for name, lines in drawn:  # all on one scale
-        options = {"format": "percent", "small": not is_set(name), "set": name.split("/")[0]}
-        options |= {} if chance(name) is None else {"reference": chance(name)}
-        charts += _chart(f"pairs_{len(charts)}", spoken(name), lines, **options, range=[lowest, 1.0])
+    for name, lines in drawn:
+        options: dict[str, Any] = {"format": "percent", "small": not is_set(name), "set": name.split("/")[0]}
+        if chance(name) is not None:  # all accuracies on one scale
+            options |= {"reference": chance(name), "range": [lowest, 1.0]}
+        charts += _chart(f"pairs_{len(charts)}", spoken(name), lines, **options)
     return charts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from report.charts import run_colour, spoken
+from report.charts import chance, run_colour, spoken
 from report.groups import Group, Score, group_runs, mean_and_error, scores_of, shown, welch
 from report.metrics import ReportError
 from report.page import body, chip, document, guarded, same_data, swatch
@@ -13,6 +13,7 @@ from report.runs import Run
 from report.tables import MISSING, configuration, escape, setting_name, table
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 300, 176, 46, 26, 10  # of a chart of scores against a setting
+_BESIDE = 6  # scores that are columns; more of them are rows
 _DRAWN = 12  # charts of a setting that are not folded
 _STRONGEST = 60  # percent of colour in a cell of a heat map, so that its number stays readable
 
@@ -67,7 +68,8 @@ def _values(group: Group, score: Score) -> list[float]:
 
 
 def score_table(groups: Sequence[Group], scores: Sequence[Score], base: Group, same_data: bool = True) -> str:
-    """A row a group, a column a score: mean ± standard error, the p-value against the base group, the best marked.
+    """A row a group, a column a score, or of many scores the other way round: mean ± standard error, the best marked,
+    and the p-value against the base group.
 
     same_data: whether losses are of the same held-out tokens; else they are not compared.
     """
@@ -78,7 +80,7 @@ def score_table(groups: Sequence[Group], scores: Sequence[Score], base: Group, s
         means = [mean_and_error(values)[0] for group in groups if (values := _values(group, score))]
         if len(set(means)) > 1:
             best[score.name] = min(means) if score.lower_is_better else max(means)
-    rows = []
+    columns = []
     for number, group in enumerate(groups):
         cells = [f"{swatch(number)}{escape(group.label)}", str(len(group.runs))]
         for score in scores:
@@ -93,9 +95,10 @@ def score_table(groups: Sequence[Group], scores: Sequence[Score], base: Group, s
             if comparable and group is not base and len(values) > 1 and len(others) > 1:
                 cell += f"<small>p {welch(others, values):.2g}</small>"
             cells.append(cell)
-        rows.append(cells)
-    head = [", ".join(setting_name(name) for name in base.settings) or "Group", "Runs"]
-    head += [escape(score.name + (" (%)" if score.percent else "")) for score in scores]
+        columns.append(cells)
+    names = [escape(score.name + (" (%)" if score.percent else "")) for score in scores]
+    head = [", ".join(setting_name(name) for name in base.settings) or "Group", "Runs", *names]
+    lines = [head, *columns] if len(scores) <= _BESIDE else [list(row) for row in zip(head, *columns, strict=True)]
     compared = (
         f" p: Welch's t-test against {escape(base.label)}, two-sided, not corrected for the number of comparisons."
         if len(groups) > 1
@@ -105,7 +108,7 @@ def score_table(groups: Sequence[Group], scores: Sequence[Score], base: Group, s
     if not same_data:
         few += " The runs are not known to have the same held-out data: losses are not compared."
     note = f"<p class='muted'>Mean ± standard error over runs; the best mean is marked.{compared}{few}</p>"
-    return note + table(head, rows, "numbers")
+    return note + table(lines[0], lines[1:], "numbers wide")
 
 
 # Against settings
@@ -198,7 +201,7 @@ def _by_number(label: str) -> tuple[int, float, str]:
 
 
 def heat_maps(groups: Sequence[Group], scores: Sequence[Score]) -> str:
-    """For each suite with parts and mode a table of group means, coloured from chance (one half) on; all but the best
+    """For each suite with parts and mode a table of group means, coloured from chance on; all but the best
     mode of a suite folded."""
     parts, seen = [], set()
     order = {"fused": 0, "masked": 1, "causal": 2}
@@ -210,7 +213,7 @@ def heat_maps(groups: Sequence[Group], scores: Sequence[Score]) -> str:
             if score.set != (mode, suite):
                 continue
             means = [mean_and_error(values)[0] if (values := _values(group, score)) else None for group in groups]
-            rows.append([escape(spoken(score.name)), *map(_heat_cell, means)])
+            rows.append([escape(spoken(score.name)), *(_heat_cell(mean, chance(suite) or 0.0) for mean in means)])
         head = [escape(f"{suite}, {mode} (%)"), *(f"{swatch(n)}{escape(g.label)}" for n, g in enumerate(groups))]
         drawn = table(head, rows, "numbers heat")
         summary = f"<details><summary>{escape(f'{suite}, {mode}')}</summary>{drawn}</details>"
@@ -219,12 +222,12 @@ def heat_maps(groups: Sequence[Group], scores: Sequence[Score]) -> str:
     return "".join(parts)
 
 
-def _heat_cell(mean: float | None) -> str:
-    """A number on its colour."""
+def _heat_cell(mean: float | None, guess: float) -> str:
+    """A number on its colour, which is none at what a guess would give."""
     if mean is None:
         return MISSING
-    hue = "masked" if mean >= 0.5 else "causal"
-    mix = _STRONGEST * min(1.0, abs(mean - 0.5) / 0.5)
+    hue = "masked" if mean >= guess else "causal"
+    mix = _STRONGEST * min(1.0, (mean - guess) / (1 - guess) if mean >= guess else 1 - mean / guess)
     return f'<span style="--hue:var(--{hue});--mix:{mix:.0f}%">{100 * mean:.1f}</span>'
 
 
@@ -239,4 +242,4 @@ def run_table(runs: Sequence[Run], groups: Sequence[Group], scores: Sequence[Sco
             cells = [MISSING if seed is None else escape(seed), f"{run.step:,}", *values]
             rows.append([f"{swatch(number)}{escape(run.name)}{state}", *cells])
     head = ["Run", "Seed", "Steps", *(escape(score.name) for score in scores)]
-    return table(head, rows, "numbers named")
+    return table(head, rows, "numbers named wide")

@@ -115,6 +115,14 @@ def scores_of(runs: Sequence[Run]) -> list[Score]:
             suite = None if is_set(name) else (mode, name.split("/")[0])
             title = f"{name}, {mode}" if suite is None else name.split("/", 1)[1]
             found.append(Score(title, values, percent=True, set=suite))
+    for each in (result for run in runs for result in run.results):
+        title = ", ".join(filter(None, (each.name, each.measure, each.mode)))
+        if title not in {score.name for score in found}:
+            key = (each.name, each.mode, each.measure)
+            values = {
+                n: of.value for n, run in enumerate(runs) for of in run.results if (of.name, of.mode, of.measure) == key
+            }
+            found.append(Score(title, values, each.lower_is_better, percent=not each.lower_is_better))
     return [score for score in found if score.values]
 
 

@@ -1,12 +1,13 @@
 """One or several runs as one HTML page that needs no network: losses, scores, schedules, speed, restarts, samples.
 
     python report/html_report.py RUN... [-o report.html] [--watch]
-    python report/html_report.py RUN... --group [--by learning_rate] [--baseline NAME]
+    python report/html_report.py RUN... --group [--by learning_rate] [--baseline NAME] [--results FOLDER...]
 
 RUN is a run folder or a metrics.jsonl file, finished or still training. The page follows the reader's light or dark
 setting and reads on a phone. With --watch it is written anew as metrics arrive, and an open page follows by itself.
 With --group runs that differ in seeds alone are taken together: means, errors, significance, scores by settings.
-evaluation/samples.py adds sample completions to a run.
+evaluation/samples.py adds sample completions to a run. JSON files that evaluation/ has written into a run folder (or
+its evaluation/), and those of --results, are shown with their intervals; of several checkpoints as curves.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +26,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
+from data.results import given_results, read_results
 from report.group_page import group_page
 from report.metrics import ReportError, load_metrics
 from report.page import page
@@ -46,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         check(options, output)
         if options.watch:
             return watch(options.runs, output, options.interval)
-        runs = read_runs(options.runs)
+        runs = read_runs(options.runs, results_at(options.results))
         write(runs, output, content=group_page(runs, options.by, options.baseline) if options.group else "")
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -88,6 +91,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="with --group: a run of what to compare with (default: the first)",
     )
     parser.add_argument(
+        "--results", nargs="+", default=[], metavar="PATH",
+        help="more results of evaluation/ (babylm.py --output FOLDER, finetune.py --output FILE) of these runs",
+    )  # fmt: skip
+    parser.add_argument(
         "--watch",
         action="store_true",
         help="write the page anew as metrics arrive, until all runs are finished or Ctrl-C",
@@ -111,10 +118,22 @@ def check(options: argparse.Namespace, output: Path) -> None:
         raise ReportError(f"--output {output}: there is no folder {output.parent}; make it first.")
     if (options.by or options.baseline) and not options.group:
         raise ReportError("--by and --baseline are about groups: give --group, too.")
-    if options.group and options.watch:
-        raise ReportError("--group and --watch do not go together: leave one of them out.")
+    if (options.group or options.results) and options.watch:
+        flag = "--group" if options.group else "--results"
+        raise ReportError(f"{flag} and --watch do not go together: leave one of them out.")
     if not options.interval > 0:
         raise ReportError(f"--interval is {options.interval:g}: give a number of seconds above 0.")
+
+
+def results_at(paths: Sequence[str]) -> list[Path]:
+    """The files that --results names, those of folders included. Raises ReportError where there is none."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        files = [file for file in given_results(path) if path.is_file() or read_results(file)]
+        if not path.exists() or not files:
+            raise ReportError(f"--results {path}: there is no file of results, as evaluation/ writes with --output.")
+        found += files
+    return found
 
 
 def write(runs: list[Run], output: Path, refresh: float = 0.0, content: str = "") -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from report.charts import Chart, axes_of, chance, hue_of, is_set, pair_names, run_colour, sections, spoken
 from report.metrics import objectives, short_number
 from report.runs import Run
-from report.tables import MISSING, configuration, environment, ledgers, restarts, samples, table
+from report.tables import MISSING, configuration, environment, evaluations, interval, ledgers, restarts, samples, table
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -104,6 +104,7 @@ def contents(runs: list[Run], charts: dict[str, list[Chart]]) -> list[tuple[str,
         ("loss", "Loss", chart_section(charts["loss"], runs, _loss_key(runs))),
         ("accuracy", "Accuracy", chart_section(charts["accuracy"], runs)),
         ("pairs", "Zero-shot", pair_section(charts["pairs"], runs)),
+        ("evaluations", "Fine-tuning and texts", guarded(evaluations, runs)),
         ("samples", "Samples", guarded(samples, runs)),
         ("schedules", "Schedules", chart_section(charts["schedules"], runs)),
         ("speed", "Speed and memory", chart_section(charts["speed"], runs)),
@@ -405,7 +406,9 @@ def pair_section(charts: list[Chart], runs: list[Run]) -> str:
         marks = "".join(f'<span><i class="line {html.escape(m)}"></i>{html.escape(m)}</span>' for m in modes)
     else:
         marks = "".join(f'<span><i class="dash{n % 3}"></i>{html.escape(m)}</span>' for n, m in enumerate(modes))
-    meaning = "fraction of pairs whose acceptable sentence is the more probable; dotted: chance"
+    meaning = (
+        "fraction of items whose right choice is the most probable (WUG: rho; reading: gain in R2); dotted: chance"
+    )
     parts = [f"<p class='key'>{marks}<span class='muted'>{meaning}</span></p>"]
     if whole := [figure(chart, runs) for chart in charts if not chart["small"]]:
         parts.append(f'<div class="grid large">{"".join(whole)}</div>')
@@ -421,7 +424,7 @@ def pair_section(charts: list[Chart], runs: list[Run]) -> str:
 
 
 def pair_table(runs: list[Run], modes: list[str], names: list[str]) -> str:
-    """The newest scores, in percent: a row per set and phenomenon, a column per mode and run."""
+    """The newest scores, in percent, with intervals: a row per set and phenomenon, a column per mode and run."""
     columns = [(n, mode) for mode in modes for n, r in enumerate(runs) if any(m == mode for m, _ in r.pairs)]
     head = ["Newest scores (%)"]
     head += [f"{swatch(n)}{html.escape(mode)}" if len(runs) > 1 else html.escape(mode) for n, mode in columns]
@@ -433,6 +436,7 @@ def pair_table(runs: list[Run], modes: list[str], names: list[str]) -> str:
             accuracy = runs[n].pairs.get((mode, name))
             hue = hue_of(mode, n) if len(runs) == 1 else run_colour(n)
             bar = f'<i class="bar" style="--fraction:{accuracy or 0:.4f};--hue:var(--{hue})"></i>'
-            cells.append(MISSING if accuracy is None else f"{100 * accuracy:.1f}{bar if len(columns) <= _BARS else ''}")
+            shown = f"{100 * (accuracy or 0):.1f}{bar if len(columns) <= _BARS and chance(name) else ''}"
+            cells.append(MISSING if accuracy is None else shown + interval(runs[n].intervals.get((mode, name))))
         rows.append(cells)
     return table(head, rows, "numbers")

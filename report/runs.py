@@ -6,9 +6,10 @@ Every file but metrics.jsonl may be absent (an old run, a metrics file alone) or
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from data.atomic_io import json_object, json_objects
+from data.results import Result, ResultFile, find_results, read_results
 from report.metrics import Metrics, ReportError, load_all_metrics, to_array
 from training.status import LEDGER, SAMPLES
 
@@ -40,7 +42,8 @@ class Run:
     """A run folder's content.
 
     config: config.json, {} without one. status: status.json, likewise. starts: in order of time.
-    pairs: newest minimal-pair accuracy in [0, 1] by (mode, name). samples: sample completions as written by
+    pairs: newest zero-shot result by (mode, name), accuracies in [0, 1], rho and gains in R2; intervals: 95 %, of those
+    that have one. results: all others in files of evaluation/. samples: sample completions as written by
     evaluation/samples.py, newest last. hours: step -> hours of training up to it, validation and saving left out.
     ledger: ledger.json, {} without one.
     """
@@ -50,6 +53,8 @@ class Run:
     status: dict[str, Any] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
     pairs: dict[tuple[str, str], float] = field(default_factory=dict)
+    intervals: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     hours: dict[int, float] = field(default_factory=dict)
     ledger: dict[str, Any] = field(default_factory=dict)
@@ -115,24 +120,54 @@ def folder_of(path: str | Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def read_runs(paths: list[str]) -> list[Run]:
-    """Read several runs. Raises ReportError, one sentence, where one of them is none or has no metrics yet."""
+def read_runs(paths: list[str], results: Sequence[Path] = ()) -> list[Run]:
+    """Read several runs. results: more files of results than those in the run folders, each of any of the runs.
+
+    Raises ReportError, one sentence, where one of them is no run or has no metrics yet, or a file is of none of them.
+    """
     try:
         found = load_all_metrics(paths)
     except OSError as error:
         raise ReportError(f"{error.filename}: {error.strerror}") from error
-    return [_read_run(metrics, folder_of(path)) for metrics, path in zip(found, paths, strict=True)]
+    more: dict[Path, list[Path]] = {}
+    folders = [folder_of(path) for path in paths]
+    for path in results:
+        for folder in _measured(path, folders):
+            more.setdefault(folder, []).append(path)
+    return [_read_run(metrics, folder, more.get(folder, [])) for metrics, folder in zip(found, folders, strict=True)]
 
 
-def _read_run(metrics: Metrics, folder: Path) -> Run:
-    """A run's metrics with what the other files of its folder add to them."""
+def _measured(path: Path, folders: Sequence[Path]) -> list[Path]:
+    """The run folders that a file has results of, by the path of its model, or else its name. Raises ReportError."""
+    content = read_results(path)
+    if content is None:
+        raise ReportError(f"--results {path}: holds no results of the scripts in evaluation/ (their --output).")
+    place = content.run_folder.resolve()
+    same = [folder for folder in folders if folder.resolve() == place]
+    same = same or [folder for folder in folders if folder.resolve().name == place.name]
+    if not same:
+        raise ReportError(f"--results {path}: is of model {content.model}, which is none of these runs.")
+    return same
+
+
+def _read_run(metrics: Metrics, folder: Path, more: Sequence[Path]) -> Run:
+    """A run's metrics with what the other files of its folder add to them, and `more` files of results."""
     config, status = tidied(read_object(folder / "config.json")), read_object(folder / "status.json")
+    files = result_files(folder, more)
+    newest = {(each.mode, each.name, each.measure): each for _, file in files for each in file.results}
+    zero_shot = {key[:2]: each for key, each in newest.items() if _is_score(each)}
     return Run(
-        metrics=metrics,
+        metrics=replace(metrics, series={**by_checkpoint(files), **metrics.series}),
         config=config,
         status=status,
         starts=read_starts(folder, config, status),
-        pairs=newest_pairs(metrics) | pairs_in_files(folder),
+        pairs=newest_pairs(metrics) | {key: each.value for key, each in zero_shot.items()},
+        intervals={
+            key: (each.low, each.high)
+            for key, each in zero_shot.items()
+            if each.low is not None and each.high is not None
+        },
+        results=[each for each in newest.values() if not _is_score(each)],
         samples=json_objects(folder / SAMPLES),
         hours=training_hours(metrics),
         ledger=read_object(folder / LEDGER),
@@ -245,19 +280,43 @@ def unit_of(largest: float) -> float:
     return 0.01 if largest > 1.5 else 1.0
 
 
+def result_files(folder: Path, more: Sequence[Path] = ()) -> list[tuple[int | None, ResultFile]]:
+    """The results that evaluation/ left in a run folder and in `more` files, each with the step of its checkpoint.
+
+    None is the step of a file that was made of the run folder, and of a checkpoint that is gone. The newest come last.
+    """
+    found = []
+    for path in [*find_results(folder), *more]:
+        if path.name not in _OWN_FILES and (file := read_results(path)):
+            of = (folder / "checkpoints" / file.checkpoint).resolve() if file.checkpoint else Path()
+            step = re.fullmatch(r"step_(\d+)", of.name)
+            order = math.inf if not file.checkpoint else int(step[1]) if step else -1
+            found.append(((order, _modified(path)), int(step[1]) if step else None, file))
+    return [(step, file) for _, step, file in sorted(found, key=lambda entry: entry[0])]
+
+
+def by_checkpoint(files: Sequence[tuple[int | None, ResultFile]]) -> dict[str, dict[int, float]]:
+    """Scores of several checkpoints as series of metrics, `eval/MODE/NAME`."""
+    found: dict[str, dict[int, float]] = {}
+    for step, file in files:
+        for each in file.results:
+            if step is not None and _is_score(each):
+                found.setdefault(f"eval/{each.mode}/{each.name}", {})[step] = each.value
+    return found
+
+
 def pairs_in_files(folder: Path) -> dict[tuple[str, str], float]:
-    """Accuracies in the JSON files that evaluation/minimal_pairs.py left in a run folder; those of the newest file win.
+    """Zero-shot results in the JSON files that evaluation/ left in a run folder; those of the newest file win.
 
     Names are as in the metrics: SET for the mean of its files, SET/PHENOMENON for a part of it.
     """
-    found: dict[tuple[str, str], float] = {}
-    paths = [path for pattern in ("*.json", "evaluation/*.json") for path in folder.glob(pattern)]
-    for path in sorted((p for p in paths if p.name not in _OWN_FILES and p.is_file()), key=_modified):
-        try:
-            found |= _accuracies(read_object(path).get("sets", {}))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            continue  # another program's file, which happens to have "sets"
-    return found
+    every = [each for _, file in result_files(folder) for each in file.results]
+    return {(each.mode, each.name): each.value for each in every if _is_score(each)}
+
+
+def _is_score(result: Result) -> bool:
+    """Whether it is a zero-shot score: what --evaluate_data measures, too."""
+    return bool(result.mode) and not result.lower_is_better
 
 
 def _modified(path: Path) -> float:
@@ -268,20 +327,6 @@ def _modified(path: Path) -> float:
 
 
 _OWN_FILES = ("config.json", "status.json", "tokenizer.json")
-_PHENOMENON = "linguistics_term"  # BLiMP's name for it
-
-
-def _accuracies(sets: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    """Accuracies of a result file by (mode, name). Raises what a file of another form makes it raise."""
-    found = {}
-    for name, of_set in sets.items():
-        for mode, entry in of_set["modes"].items():
-            found[mode, name] = float(entry["mean"]["accuracy"])
-            parts = entry["groups"].get(_PHENOMENON) or entry["paradigms"]
-            found |= {(mode, f"{name}/{part}"): float(of_part["accuracy"]) for part, of_part in parts.items()}
-    if not all(0 <= value <= 1 for value in found.values()):
-        raise ValueError("an accuracy is no fraction")
-    return found
 
 
 # Numbers

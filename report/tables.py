@@ -58,6 +58,29 @@ def restarts(runs: Sequence[Run]) -> str:
     return "".join(parts)
 
 
+# Evaluations
+
+
+def interval(found: tuple[float, float] | None) -> str:
+    """A 95 % interval of fractions in small print; "" without one."""
+    return "" if found is None else f"<small>[{100 * found[0]:.1f}, {100 * found[1]:.1f}]</small>"
+
+
+def evaluations(runs: Sequence[Run]) -> str:
+    """What evaluation/ measured beside zero-shot scores: tasks of fine-tuning and perplexities; "" without any."""
+    found = [{(each.name, each.mode, each.measure): each for each in run.results} for run in runs]
+    rows = []
+    for key in dict.fromkeys(key for of in found for key in of):
+        cells = [escape(", ".join(filter(None, (key[0], key[2], key[1]))))]
+        for of in found:
+            small = f"<small>{escape(of[key].interval)}</small>" if key in of and of[key].interval else ""
+            cells.append(escape(of[key].text()) + small if key in of else MISSING)
+        rows.append(cells)
+    note = "Perplexities; all others in percent, ± standard deviation over the seeds of one fine-tuned run."
+    head = ["Task or text", *(escape(run.name) if len(runs) > 1 else "Value" for run in runs)]
+    return f"<p class='muted'>{note}</p>{table(head, rows, 'numbers')}" if rows else ""
+
+
 # Data used
 
 

@@ -8,10 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_evaluation import EWOK, PAIR, PLACES, brute, tiny_model, write_lines, write_pipeline
-from helpers.tiny_runs import TEXT, train_on
+from helpers.tiny_evaluation import (
+    EWOK,
+    MODES,
+    PAIR,
+    PLACES,
+    SPECIAL,
+    WORLD,
+    brute,
+    checkpoint_of,
+    enlarged,
+    tiny_model,
+    write_lines,
+    write_pipeline,
+)  # fmt: skip
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from data.results import read_results
 from evaluation import babylm, reading_times, zero_shot
 from evaluation.babylm import Suite, encode, model_name, score
 from evaluation.generation import LoadedModel
@@ -20,30 +33,10 @@ from evaluation.scoring import ScoringModel
 from evaluation.token_log_probs import BatchShape, SpecialIds, joined, sentence_sums, token_scores
 from evaluation.zero_shot import Item, encode_items, find_datasets
 from model_extra import GPTBert
-from training.checkpoint import write_checkpoint
 from training.config import ConfigError
-from training.distributed import World
-from training.environment import Environment
 
-WORLD = World(0, 1, torch.device("cpu"), Environment("none"))
-SPECIAL = SpecialIds(bos=1, eos=None, pad=3, mask=4)
-MODES = ("masked", "causal", "fused")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_on(TEXT, 300)
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer: Tokenizer) -> GPTBert:
-    """With weights enlarged so that scores differ widely."""
-    return tiny_model(tokenizer.get_vocab_size(), scale=2)
-
-
-@pytest.fixture(scope="module")
-def exact(model: GPTBert) -> GPTBert:
-    return copy.deepcopy(model).double()
+MODEL, TOKENIZER = enlarged()
+EXACT = copy.deepcopy(MODEL).double()
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +45,14 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run_folder(model, tokenizer, tmp_path_factory) -> Path:
-    """A run with two checkpoints; the averaged weights of both are zero, which finds all texts of a length alike."""
+def run_folder(tmp_path_factory) -> Path:
+    """A run with two checkpoints, the first of which has weights of zero, as the averaged ones of both."""
     folder = tmp_path_factory.mktemp("runs") / "mine"
-    weights = model.state_dict()
-    files = {"config.json": json.dumps(model.config.to_dict()).encode(), "tokenizer.json": tokenizer.to_str().encode()}
-    zero = {name: torch.zeros_like(value) for name, value in weights.items()}
-    for step, of in ((1, zero), (2, weights)):
-        write_checkpoint(folder / "checkpoints", step, {"model": of, "ema": zero}, {"flags": {}}, files)
+    zero = copy.deepcopy(MODEL)
+    for parameter in zero.parameters():
+        parameter.detach().zero_()
+    checkpoint_of(folder, zero, TOKENIZER, step=1, ema=True)
+    checkpoint_of(folder, MODEL, TOKENIZER, step=2, ema=True)
     return folder
 
 
@@ -75,7 +68,7 @@ def brute_word(model: GPTBert, tokenizer: Tokenizer, text: str, word: str, mode:
     return total
 
 
-def test_every_task_against_brute_force(exact, tokenizer, data, run_folder, tmp_path, capsys):
+def test_every_task_against_brute_force(data, run_folder, tmp_path, capsys):
     command = [str(run_folder), "--data", str(data), "--device", "cpu", "--output", str(tmp_path)]
     assert babylm.main(command) == 0
     printed = capsys.readouterr()
@@ -89,7 +82,7 @@ def test_every_task_against_brute_force(exact, tokenizer, data, run_folder, tmp_
     for each in datasets:
         for mode in MODES:
             scores = [
-                [brute(exact, tokenizer, p, c, mode) for p, c in zip(item.prefixes, item.completions, strict=True)]
+                [brute(EXACT, TOKENIZER, p, c, mode) for p, c in zip(item.prefixes, item.completions, strict=True)]
                 for item in each.items
             ]
             backend = {"masked": "mlm"}.get(mode, mode)
@@ -116,19 +109,27 @@ def test_every_task_against_brute_force(exact, tokenizer, data, run_folder, tmp_
                 parts.setdefault(part, []).append(np.mean(right))
             assert entry["mean"]["accuracy"] == pytest.approx(np.mean([np.mean(of) for of in parts.values()]))
             assert entry["mean"]["low"] <= entry["mean"]["accuracy"] <= entry["mean"]["high"]
+    shown = {(each.name, each.mode, each.measure): each for each in read_results(base / "results.json").results}
+    for mode in MODES:  # as reports and model cards read them
+        ewok, wug = found["ewok_filtered"]["modes"][mode], found["wug_past_tense"]["modes"][mode]
+        assert shown["ewok_filtered", mode, "accuracy"].value == ewok["mean"]["accuracy"]
+        assert shown["ewok_filtered/time", mode, "accuracy"].low == ewok["paradigms"]["time"]["low"]
+        assert shown["wug_past_tense", mode, "Spearman's rho"].high == wug["high"]
+        gain = found["reading_data"]["modes"][mode]["self_paced"]
+        assert shown["reading_data_self_paced", mode, "gain in R2"].value == gain["gain"]
     one = found["supplement_filtered"]["modes"]["causal"]
     assert one["ties"] == 1
     assert one["official"] == pytest.approx(one["mean"]["accuracy"] + 0.25)  # the tie is one of two pairs
 
 
-def test_surprisals_and_gains_of_reading(exact, tokenizer, data, run_folder, tmp_path):
+def test_surprisals_and_gains_of_reading(data, run_folder, tmp_path):
     command = [str(run_folder), "--data", str(data / "reading"), "--device", "cpu", "--output", str(tmp_path)]
     assert babylm.main(command) == 0
     base = tmp_path / "mine/main/zero_shot"
     found = json.loads((base / "results.json").read_text())["datasets"]["reading_data"]
     for mode in MODES:
         by_mode = [
-            [[brute_word(exact, tokenizer, *place, part) if place[1] else math.nan for place in (line[:2], line[2:])]
+            [[brute_word(EXACT, TOKENIZER, *place, part) if place[1] else math.nan for place in (line[:2], line[2:])]
              for line in PLACES] for part in (("masked", "causal") if mode == "fused" else (mode,))
         ]  # fmt: skip
         expected = np.mean(by_mode, axis=0)
@@ -136,11 +137,13 @@ def test_surprisals_and_gains_of_reading(exact, tokenizer, data, run_folder, tmp
         lines = json.loads(path.read_text())["reading"]["predictions"]
         assert [line["id"] for line in lines] == [f"reading_{n}" for n in range(48)]
         assert lines[0]["prev_pred"] is None
-        shown = np.array([[line["pred"], line["prev_pred"]] for line in lines[:4]], float)
+        shown = np.array([[line["pred"], line["prev_pred"]] for line in lines[: len(PLACES)]], float)
         np.testing.assert_allclose(shown, expected, rtol=1e-5)
         entry = found["modes"][mode]
         assert entry["measures"]["RTfirstfix"]["words"] == 47  # one has no frequency
-        assert entry["measures"]["self_paced_reading_time"]["words"] == 47 - 12  # nor have first words one before
+        assert (
+            entry["measures"]["self_paced_reading_time"]["words"] == 47 - 24
+        )  # two words before have no frequency, nor is there one before the first
         gains = [entry["measures"][name]["gain"] for name in ("RTfirstfix", "RTgopast")]
         assert entry["eye_tracking"]["gain"] == pytest.approx(np.mean(gains))
         assert entry["self_paced"]["low"] <= entry["self_paced"]["high"]
@@ -183,17 +186,17 @@ def test_gains_are_those_of_the_linear_model():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_completions_do_not_depend_on_what_shares_their_batches(model, tokenizer, causal):
+def test_completions_do_not_depend_on_what_shares_their_batches(causal):
     items = [
         Item("a", ("The list", "") * 2, (" holds words", "a", "s", " of"))
         for _ in range(3)
     ]  # fmt: skip
-    choices = encode_items(items, tokenizer, SPECIAL)
-    words, owners = encode_places((("The list", "returns"), ("", ""), ("", "naïve")), tokenizer, SPECIAL, causal)
+    choices = encode_items(items, TOKENIZER, SPECIAL)
+    words, owners = encode_places((("The list", "returns"), ("", ""), ("", "naïve")), TOKENIZER, SPECIAL, causal)
     sums = []
     for parts, shape in (([choices, words], BatchShape(3, 40)), ([words, choices], BatchShape(1, 16))):
         texts = joined(parts)
-        scores = token_scores(model, texts, SPECIAL, WORLD, shape, causal=causal, autocast=False)
+        scores = token_scores(MODEL, texts, SPECIAL, WORLD, shape, causal=causal, autocast=False)
         assert (scores[0] != 0).sum() == texts.counts.sum()
         found = np.split(sentence_sums(texts, scores)[0], [len(parts[0])])
         sums.append(found if parts[0] is choices else found[::-1])
@@ -203,25 +206,32 @@ def test_completions_do_not_depend_on_what_shares_their_batches(model, tokenizer
     assert np.isnan(surprisals(sums[0][1], owners, 3)).tolist() == [False, True, False]
 
 
-def test_choices_without_a_token_and_beyond_the_positions_are_said(tmp_path, capsys):
-    tokenizer = Tokenizer(models.BPE({**{f"<{n}>": n for n in range(5)}, "<s>": 1, "a": 5, "b": 6}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # drops what it does not know
+@pytest.mark.parametrize("unknown", [None, "<unk>"])
+def test_unknown_characters_and_choices_beyond_the_positions(tmp_path, capsys, unknown):
+    """Dropped by the tokenizer, or a token like any other; rows of 72 tokens of a model with 64 positions."""
+    words = {**{f"<{n}>": n for n in range(5)}, "<s>": 1, "<unk>": 0, "a": 5, "b": 6}
+    tokenizer = Tokenizer(models.BPE(words, [], unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", "<pad>", "<mask>"])
     lines = [{"prefix_acceptable": "a", "prefix_unacceptable": "b " * 70 + "a", "property_phrase": of} for of in "éb"]
     write_lines(tmp_path / "comps/a.jsonl", lines)
     [dataset], _ = find_datasets(tmp_path, "--data")
     special = SpecialIds(tokenizer.token_to_id("<s>"), None, 3, 4)
     choices = encode_items(dataset.items, tokenizer, special)
-    assert choices.counts.tolist() == [0, 0, 1, 1]
+    assert choices.counts.tolist() == ([1, 1, 1, 1] if unknown else [0, 0, 1, 1])
     model = tiny_model(tokenizer.get_vocab_size())
     loaded = LoadedModel(model, tokenizer, torch.device("cpu"))
     scoring = ScoringModel(loaded, special, WORLD, False, BatchShape(2, 64), False)
     suite = Suite((dataset,), {})
+    exact = copy.deepcopy(model).double()
     for mode, found in score(scoring, suite, encode(suite, tokenizer, special, MODES[:2]), MODES).items():
-        assert (found["comps"] == 0).tolist() == [[True, True], [False, False]], mode
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("note: 2 texts of up to 73 tokens, beyond the model's 64 positions")
-    assert said[1].startswith("note: 2 choices without a token")
+        for item, line in zip(dataset.items, found["comps"], strict=True):
+            for prefix, completion, of in zip(item.prefixes, item.completions, line, strict=True):
+                scored = unknown or completion == " b"
+                assert of == pytest.approx(brute(exact, tokenizer, prefix, completion, mode) if scored else 0, rel=1e-5)
+    said = capsys.readouterr().err
+    assert "note: 2 texts of up to 73 tokens, beyond the model's 64 positions" in said
+    assert ("note: 2 choices without a token" in said) == (not unknown)
 
 
 def test_several_checkpoints_and_averaged_weights(data, run_folder, tmp_path, capsys):

@@ -82,8 +82,10 @@ def test_a_language_becomes_a_published_model_with_a_ledger(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     published = tmp_path / "out" / "published"
     card = (published / "README.md").read_text()
-    assert "- 'eu'" in card
-    assert "license: mit" in card
+    assert 'language:\n  - "eu"' in card
+    assert 'license: "mit"' in card
+    assert "| minimal pairs | " in card
+    assert "| perplexity | validation | masked | perplexity | " in card
     assert "repetitions" in card.lower()
     branches = subprocess.run(["git", "-C", str(published), "branch"], capture_output=True, text=True, check=True)
     assert {"chck_1e", "chck_2e", "main"} <= set(branches.stdout.replace("*", "").split())
@@ -104,5 +106,5 @@ def test_a_model_is_fine_tuned_and_published(tmp_path):
     published = tmp_path / "published"
     assert "length" in (published / "tasks.json").read_text()
     card = (published / "model" / "README.md").read_text().split("---\n")[1]
-    assert "license: apache-2.0" in card
+    assert 'license: "apache-2.0"' in card
     assert "de" in card.split("language")[1]

@@ -14,6 +14,7 @@ import torch
 from helpers.tiny_runs import make_inputs
 from tokenizers import Tokenizer
 
+from data.results import read_results
 from evaluation import finetune, generation
 from evaluation.finetune_data import read_task
 from evaluation.finetune_forms import encode
@@ -376,6 +377,8 @@ def test_command_prints_a_table_and_writes_json(loaded, tmp_path, capsys):
     assert set(report["tasks"]["stsb"]["measures"]) == {"pearson", "spearman"}
     assert report["average"] == pytest.approx(np.mean([task["score"] for task in report["tasks"].values()]))
     assert not list(tmp_path.glob("*.partial"))
+    shown = {(each.name, each.measure): each for each in read_results(output).results}  # as reports and cards read them
+    assert (shown["cola", "matthews"].value, shown["cola", "matthews"].seeds) == (cola["score"], 2)
 
     single = ["--train", str(tmp_path / "tasks" / "cola.train.jsonl")]
     single += ["--valid", str(tmp_path / "tasks" / "cola.valid.jsonl"), "--output", str(output)]

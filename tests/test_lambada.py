@@ -6,19 +6,14 @@ import math
 
 import pytest
 import torch
-from helpers.tiny_evaluation import tiny_model
+from helpers.tiny_evaluation import checkpoint_of, tiny_model
 from helpers.tiny_runs import TEXT, train_on
 
+from data.results import read_results
 from evaluation import lambada
-from training.checkpoint import write_checkpoint
 
 MASK = 4
 CONTEXTS = ("The list holds", "A  function returns the", "", "words of the length, and")
-
-
-def checkpoint_of(model, tokenizer, folder):
-    files = {"config.json": json.dumps(model.config.to_dict()).encode(), "tokenizer.json": tokenizer.to_str().encode()}
-    return write_checkpoint(folder, 7, {"model": model.state_dict()}, {"flags": {}}, files)
 
 
 @torch.no_grad()
@@ -40,7 +35,7 @@ def test_last_words_against_brute_force(tmp_path):
     texts = [f"{context} {last}".strip() for context in CONTEXTS for last in ("list", "naïve")]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"{text}\n"}) + "\n" for text in texts))
     output = tmp_path / "results.json"
-    command = [str(checkpoint_of(model, tokenizer, tmp_path / "run")), "--data", str(tmp_path / "x.jsonl")]
+    command = [str(checkpoint_of(tmp_path / "run", model, tokenizer)), "--data", str(tmp_path / "x.jsonl")]
     assert lambada.main([*command, "--device", "cpu", "--output", str(output)]) == 0
     results = json.loads(output.read_text())
     for mode in ("causal", "masked"):
@@ -60,6 +55,9 @@ def test_last_words_against_brute_force(tmp_path):
         assert results[mode]["accuracy"]["accuracy"] == pytest.approx(right / len(texts))
         assert results[mode]["perplexity"] == pytest.approx(math.exp(-total / len(texts)), rel=1e-4)
     assert results["texts"] == len(texts)
+    shown = {(each.mode, each.measure): each.value for each in read_results(output).results}
+    assert shown["causal", "word perplexity"] == results["causal"]["perplexity"]
+    assert shown["masked", "accuracy"] == results["masked"]["accuracy"]["accuracy"]
 
 
 def test_refusals_are_one_sentence(tmp_path, capsys):

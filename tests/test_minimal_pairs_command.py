@@ -10,6 +10,7 @@ from helpers.tiny_evaluation import reference, tiny_model
 from helpers.tiny_runs import TEXT, flags, make_inputs, run, train_on
 from tokenizers import Tokenizer
 
+from data.results import read_results
 from evaluation import minimal_pairs
 from evaluation.pair_accuracy import read_pair_sets
 from evaluation.suites import ZeroShot
@@ -127,6 +128,10 @@ def test_command_line(model, tokenizer, checkpoint, tmp_path, capsys):
     assert results["document_end"] is False  # whatever closed the documents of training
     modes = results["sets"]["set"]["modes"]
     assert list(modes) == ["masked", "causal", "fused"]
+    shown = {(each.name, each.mode): each for each in read_results(output).results}
+    assert shown["set", "fused"].interval == "[{low:.1f}, {high:.1f}]".format(
+        **{key: 100 * modes["fused"]["mean"][key] for key in ("low", "high")}
+    )
     each = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
     for index, line in enumerate(each):
         encoding = tokenizer.encode(lines[index]["sentence_good"], add_special_tokens=False)

@@ -11,6 +11,7 @@ import torch
 from helpers.tiny_runs import make_inputs
 from tokenizers import Tokenizer
 
+from data.results import read_results
 from data.shards import tokenizer_hash, write_shard
 from evaluation import perplexity
 from evaluation.perplexity import read_documents, windows
@@ -50,7 +51,10 @@ def measured(folder: Path, data: Path, *options: str, model: str = "checkpoint")
     output = folder / "out.json"
     command = [str(folder / model), "--data", str(data), "--device", "cpu", "--output", str(output), *options]
     assert perplexity.main(command) == 0
-    return json.loads(output.read_text())["texts"][str(data)]
+    found = json.loads(output.read_text())["texts"][str(data)]
+    shown = {each.mode: each.value for each in read_results(output).results}  # as reports and model cards read them
+    assert shown == {mode: found[mode]["perplexity"] for mode in ("masked", "causal") if mode in found}
+    return found
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.report_pages import MODES, NASTY, data_of, page_of, text_of, write_run
+from helpers.report_pages import MODES, NASTY, babylm_results, data_of, page_of, text_of, write_run
 from helpers.tiny_runs import ROOT
 
 from report import demo_page, html_report
@@ -185,6 +185,49 @@ def test_pair_scores_are_read_from_result_files(tmp_path):
     (tmp_path / "results.json").write_text(json.dumps({"sets": {"blimp": {"pairs": 100, "modes": modes}}}))
     (tmp_path / "other.json").write_text('{"sets": ["a"]}')
     assert pairs_in_files(tmp_path) == {("causal", "blimp"): 0.75, ("causal", "blimp/binding"): 0.75}
+
+
+def test_results_of_the_evaluations_are_shown_with_intervals(tmp_path, capsys):
+    """BabyLM's of two checkpoints and of the run, fine-tuning in another folder; of a group with their spread."""
+    runs = [write_run(tmp_path / name) for name in ("a", "b", "c")]
+    for number, run in enumerate(runs):
+        config = json.loads((run / "config.json").read_text())
+        config["flags"]["seed"] = number
+        (run / "config.json").write_text(json.dumps(config))
+        of = {"chck_1M": 0.25, "chck_2M": 0.375, "chck_9M": 0.125, "main": 0.5 + number / 10}
+        for step, name in ((10, "chck_1M"), (30, "chck_2M")):
+            (run / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+            (run / "checkpoints" / name).symlink_to(f"step_{step:08d}")
+        for name, value in of.items():  # the checkpoint chck_9M is gone
+            file = run / "evaluation" / name / "zero_shot" / "results.json"
+            file.parent.mkdir(parents=True)
+            file.write_text(json.dumps(babylm_results(run if name == "main" else run / "checkpoints" / name, value)))
+        rte = {"mean": 0.625, "deviation": 0.02, "values": [0.6, 0.625, 0.65]}
+        tasks = {"rte": {"measures": {"accuracy": rte}, "valid_examples": 277}}
+        (tmp_path / f"glue_{number}.json").write_text(json.dumps({"model": f"elsewhere/{run.name}", "tasks": tasks}))
+    read = read_runs([str(runs[0])])[0]
+    assert read.pairs["causal", "blimp_filtered"] == 0.5
+    assert read.intervals["causal", "blimp_filtered"] == (0.375, 0.625)
+    assert read.metrics.series["eval/causal/blimp_filtered"] == {10: 0.25, 30: 0.375}
+    page, glue = tmp_path / "x.html", [str(tmp_path / f"glue_{number}.json") for number in range(3)]
+    assert html_report.main([str(runs[0]), "--results", glue[0], "-o", str(page)]) == 0
+    text = text_of(page.read_text())
+    assert "blimp filtered 50.0 [37.5, 62.5]" in text
+    assert "wug past – -50.0 [-75.0, 0.0]" in text
+    assert "rte, accuracy 62.5 ± 2.0 over 3 seeds" in text
+    chart = next(each for each in data_of(page.read_text())["charts"] if each["title"] == "blimp filtered")
+    assert chart["lines"][0]["s"] == [10, 30]
+    assert html_report.main([*map(str, runs), "--group", "--results", *glue, "-o", str(page)]) == 0
+    text = text_of(page.read_text())
+    assert "3 runs in 1 group" in text
+    assert "blimp_filtered, causal (%) 60.0 ± 5.77" in text
+    assert "rte, accuracy (%) 62.5 ± 0.00" in text
+    (tmp_path / "none.json").write_text("{}")
+    (tmp_path / "other.json").write_text(json.dumps(babylm_results("d", 0.5)))
+    for given, words in (("none.json", "holds no results"), ("other.json", "is of model d, which is none of these"),
+                         ("nothing", "there is no file of results")):  # fmt: skip
+        assert html_report.main([*map(str, runs), "--results", str(tmp_path / given), "-o", str(page)]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_pair_scores_of_result_files_alone_are_shown(tmp_path):

@@ -8,41 +8,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.tiny_evaluation import EWOK, brute, tiny_model, write_lines, write_pipeline
-from helpers.tiny_runs import TEXT, train_on
-from tokenizers import Tokenizer
+from helpers.tiny_evaluation import (
+    EWOK,
+    MODES,
+    SPECIAL,
+    WORLD,
+    brute,
+    checkpoint_of,
+    enlarged,
+    write_lines,
+    write_pipeline,
+)  # fmt: skip
 
 from evaluation import babylm, lambada, syntax_gym, zero_shot
 from evaluation.suites import measure_suites, read_suites
-from evaluation.token_log_probs import BatchShape, SpecialIds, sentence_sums, token_scores
+from evaluation.token_log_probs import BatchShape, sentence_sums, token_scores
 from evaluation.zero_shot import find_datasets
 from model_extra import GPTBert
-from training.checkpoint import write_checkpoint
 from training.config import ConfigError
-from training.distributed import World
-from training.environment import Environment
 
-WORLD = World(0, 1, torch.device("cpu"), Environment("none"))
-SPECIAL = SpecialIds(bos=1, eos=None, pad=3, mask=4)
-MODES = ("masked", "causal", "fused")
+MODEL, TOKENIZER = enlarged()
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_on(TEXT, 300)
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer: Tokenizer) -> GPTBert:
-    """With weights enlarged so that scores differ widely."""
-    return tiny_model(tokenizer.get_vocab_size(), scale=2)
-
-
-@pytest.fixture(scope="module")
-def run_folder(model, tokenizer, tmp_path_factory) -> Path:
+def run_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "mine"
-    files = {"config.json": json.dumps(model.config.to_dict()).encode(), "tokenizer.json": tokenizer.to_str().encode()}
-    write_checkpoint(folder / "checkpoints", 2, {"model": model.state_dict()}, {"flags": {}}, files)
+    checkpoint_of(folder, MODEL, TOKENIZER, step=2)
     return folder
 
 
@@ -53,7 +44,7 @@ def logits_of(model: GPTBert) -> Callable[..., torch.Tensor]:
     return logits
 
 
-def test_examples_before_an_item_are_read_and_not_scored(model, tokenizer, tmp_path, run_folder, capsys):
+def test_examples_before_an_item_are_read_and_not_scored(tmp_path, run_folder, capsys):
     lines = [
         {**EWOK, "Context1": f"The {a} is old.", "Target1": f"It holds {b}.", "Target2": f"It returns {a}."}
         for a, b in (("list", "words"), ("word", "lists"), ("function", "naïve 東京"), ("length", "a list"))
@@ -69,19 +60,19 @@ def test_examples_before_an_item_are_read_and_not_scored(model, tokenizer, tmp_p
         == zero_shot.with_examples(datasets["ewok"], 2, 7, " | ")
         != zero_shot.with_examples(datasets["ewok"], 2, 8, " | ")
     )
-    exact = copy.deepcopy(model).double()
+    exact = copy.deepcopy(MODEL).double()
     right = [item.texts[0] for item in datasets["ewok"].items]
     for item, plain in zip(shown.items, datasets["ewok"].items, strict=True):
         examples = item.shown.split(" | ")
         assert examples.pop() == ""
         assert len(set(examples) & set(right)) == 2
         assert plain.texts[0] not in examples
-    texts = zero_shot.encode_items(shown.items, tokenizer, SPECIAL)
-    scores = token_scores(logits_of(model), texts, SPECIAL, WORLD, BatchShape(2, 64), causal=True, autocast=False)
+    texts = zero_shot.encode_items(shown.items, TOKENIZER, SPECIAL)
+    scores = token_scores(logits_of(MODEL), texts, SPECIAL, WORLD, BatchShape(2, 64), causal=True, autocast=False)
     found = zero_shot.by_item(shown.items, sentence_sums(texts, scores)[0])
     for item, line in zip(shown.items, found, strict=True):
         parts = zip(item.prefixes, item.completions, strict=True)
-        expected = [brute(exact, tokenizer, item.shown + prefix, completion, "causal") for prefix, completion in parts]
+        expected = [brute(exact, TOKENIZER, item.shown + prefix, completion, "causal") for prefix, completion in parts]
         assert line.tolist() == pytest.approx(expected, rel=1e-5)
     command = [str(run_folder), "--data", str(tmp_path / "data"), "--device", "cpu", "--mode", "causal", "--shots"]
     assert babylm.main([*command, "1", "--output", str(tmp_path / "out")]) == 0
@@ -91,7 +82,7 @@ def test_examples_before_an_item_are_read_and_not_scored(model, tokenizer, tmp_p
     assert "--shots is 4, and ewok has 3 other items of space; give fewer" in capsys.readouterr().err
 
 
-def test_suites_during_training_give_what_the_commands_give(model, tokenizer, run_folder, tmp_path):
+def test_suites_during_training_give_what_the_commands_give(run_folder, tmp_path):
     """All of a folder at once: pairs, items with choices, reading times, SyntaxGym and LAMBADA."""
     data = write_pipeline(tmp_path / "full_eval")
     folder = shutil.copytree(data, tmp_path / "every")
@@ -103,11 +94,11 @@ def test_suites_during_training_give_what_the_commands_give(model, tokenizer, ru
     suite = {"items": [{"conditions": conditions}], "predictions": [{"formula": "(2;%a%) < (2;%b%)"}]}
     (folder / "syntax").mkdir()
     (folder / "syntax/npi.json").write_text(json.dumps(suite))
-    suites, notes = read_suites(folder, tokenizer, SPECIAL)
+    suites, notes = read_suites(folder, TOKENIZER, SPECIAL)
     assert [note.split(" ")[0] for note in notes] == ["cdi_childes/cdi.jsonl", "glue_filtered/boolq.jsonl"]
     shape = BatchShape(4, 64)
 
-    found = measure_suites(logits_of(model), suites, SPECIAL, WORLD, shape, "all", autocast=False)
+    found = measure_suites(logits_of(MODEL), suites, SPECIAL, WORLD, shape, "all", autocast=False)
     flags = ["--device", "cpu", "--mode", "all", "--output"]
     main_model = str(run_folder / "checkpoints/step_00000002")
     assert babylm.main([main_model, "--data", str(data), *flags, str(tmp_path / "out")]) == 0
@@ -141,7 +132,7 @@ def test_suites_during_training_give_what_the_commands_give(model, tokenizer, ru
     assert "eval/fused/lambada_test" not in found
     write_lines(folder / "blimp_filtered/mixed.jsonl", [{"text": "The list"}])
     with pytest.raises(ConfigError, match="blimp_filtered holds minimal pairs and others"):
-        read_suites(folder, tokenizer, SPECIAL)
+        read_suites(folder, TOKENIZER, SPECIAL)
     lines = write_lines(tmp_path / "x.jsonl", [{"words": "The list"}])
     with pytest.raises(ConfigError, match=r"x.jsonl, line 1: \"sentence_good\" is missing, and the fields \(words\)"):
-        read_suites(lines, tokenizer, SPECIAL)
+        read_suites(lines, TOKENIZER, SPECIAL)

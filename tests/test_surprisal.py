@@ -2,25 +2,20 @@
 
 import copy
 import csv
-import json
 import math
 
 import pytest
-from helpers.tiny_evaluation import reference, tiny_model
-from helpers.tiny_runs import TEXT, train_on
+from helpers.tiny_evaluation import checkpoint_of, enlarged, reference
 
 from evaluation import surprisal
-from training.checkpoint import write_checkpoint
 
 TEXTS = ["The function  returns the 東京 list.", "", "  unbelievable\tfunctionality ", "a"]
 
 
 @pytest.mark.parametrize("word_l2r", [False, True])
 def test_words_against_brute_force(tmp_path, capsys, word_l2r):
-    tokenizer = train_on(TEXT, 300)
-    model = tiny_model(tokenizer.get_vocab_size(), scale=2)
-    files = {"config.json": json.dumps(model.config.to_dict()).encode(), "tokenizer.json": tokenizer.to_str().encode()}
-    checkpoint = write_checkpoint(tmp_path / "run", 7, {"model": model.state_dict()}, {"flags": {}}, files)
+    model, tokenizer = enlarged()
+    checkpoint = checkpoint_of(tmp_path / "run", model, tokenizer)
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
     output = tmp_path / "out" / "words.csv"
     command = [str(checkpoint), "--data", str(tmp_path / "texts.txt"), "--device", "cpu", "--output", str(output)]

@@ -6,15 +6,17 @@ import json
 import math
 
 import pytest
-from helpers.tiny_evaluation import reference, tiny_model
-from helpers.tiny_runs import TEXT, train_on
+from helpers.tiny_evaluation import checkpoint_of, enlarged, reference
 
+from data.results import read_results
 from evaluation import syntax_gym
 from evaluation.syntax_gym import compiled
-from training.checkpoint import write_checkpoint
 
 WORDS = ("list", "lists", "function", "東京", "words", "length")
 FORMULAS = ["(3;%good one%) < (3;%bad%)", "[(*;%good one%) - (1;%bad%) > (2;%bad%)] & [(2;%bad%) = (2;%bad%)]"]
+
+
+BOUNDS = ("accuracy", "low", "high")
 
 
 def suite(metric: str = "sum") -> dict:
@@ -31,10 +33,8 @@ def suite(metric: str = "sum") -> dict:
 
 @pytest.mark.parametrize("metric", ["sum", "mean"])
 def test_formulas_against_brute_force(tmp_path, metric):
-    tokenizer = train_on(TEXT, 300)
-    model = tiny_model(tokenizer.get_vocab_size(), scale=2)
-    files = {"config.json": json.dumps(model.config.to_dict()).encode(), "tokenizer.json": tokenizer.to_str().encode()}
-    checkpoint = write_checkpoint(tmp_path / "run", 7, {"model": model.state_dict()}, {"flags": {}}, files)
+    model, tokenizer = enlarged()
+    checkpoint = checkpoint_of(tmp_path / "run", model, tokenizer)
     (tmp_path / "npi.json").write_text(json.dumps(suite(metric)))
     output = tmp_path / "results.json"
     command = [str(checkpoint), "--data", str(tmp_path / "npi.json"), "--device", "cpu", "--output", str(output)]
@@ -52,6 +52,8 @@ def test_formulas_against_brute_force(tmp_path, metric):
             assert found[mode]["predictions"][formula]["accuracy"] == pytest.approx(sum(of) / len(of))
         assert 0 < sum(right[0]) < len(right[0])  # both outcomes are among them
         assert found[mode]["mean"]["accuracy"] == pytest.approx(sum(map(sum, right)) / 2 / len(right[0]))
+        [shown] = (each for each in read_results(output).results if (each.name, each.mode) == ("syntaxgym", mode))
+        assert [shown.value, shown.low, shown.high] == pytest.approx([found[mode]["mean"][k] for k in BOUNDS])
 
 
 def surprisals(model, tokenizer, condition: dict, mode: str, mean: bool) -> list[float]:

@@ -63,6 +63,21 @@ def write_run(folder: Path, steps: int = 40, shift: float = 0.0, **options: Any)
     return folder
 
 
+def accuracy(value: float) -> dict[str, Any]:
+    return {"accuracy": value, "low": value - 0.125, "high": value + 0.125, "pairs": 1000}
+
+
+def babylm_results(model: object, value: float) -> dict[str, Any]:
+    """In the form of evaluation/babylm.py; tests/test_babylm.py holds the reader to what that writes."""
+    blimp = {"mean": accuracy(value), "groups": {}, "paradigms": {"binding": accuracy(0.25), "islands": accuracy(0.75)}}
+    rho = {"spearman": -0.5, "low": -0.75, "high": 1e-5}
+    datasets = {
+        "blimp_filtered": {"items": 2000, "modes": {"causal": blimp, "masked": blimp}},
+        "wug_past": {"items": 50, "modes": {"causal": rho}},
+    }
+    return {"model": str(model), "weights": "ema", "shots": 0, "datasets": datasets}
+
+
 def page_of(tmp_path: Path, *runs: Path) -> str:
     """The page that the command writes."""
     output = tmp_path / "out.html"

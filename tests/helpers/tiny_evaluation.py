@@ -13,8 +13,17 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from evaluation.token_log_probs import SpecialIds
+from helpers.tiny_runs import TEXT, train_on
 from model import ModelConfig
 from model_extra import GPTBert
+from training.checkpoint import write_checkpoint
+from training.distributed import World
+from training.environment import Environment
+
+WORLD = World(0, 1, torch.device("cpu"), Environment("none"))
+SPECIAL = SpecialIds(bos=1, eos=None, pad=3, mask=4)
+MODES = ("masked", "causal", "fused")
 
 
 def tiny_config(vocab_size: int) -> ModelConfig:
@@ -31,6 +40,21 @@ def tiny_model(vocab_size: int, scale: float = 1.0) -> GPTBert:
         for parameter in model.parameters():
             parameter.mul_(scale)
     return model
+
+
+@cache
+def enlarged() -> tuple[GPTBert, Tokenizer]:
+    """A model with weights enlarged so that scores differ widely, and its tokenizer."""
+    tokenizer = train_on(TEXT, 300)
+    return tiny_model(tokenizer.get_vocab_size(), scale=2), tokenizer
+
+
+def checkpoint_of(folder: Path, model: GPTBert, tokenizer: Tokenizer, step: int = 7, ema: bool = False) -> Path:
+    """A checkpoint of a run folder; ema: with averaged weights of zero, which find all texts of a length alike."""
+    files = {"config.json": json.dumps(model.config.to_dict()).encode(), "tokenizer.json": tokenizer.to_str().encode()}
+    weights = model.state_dict()
+    averaged = {"ema": {name: torch.zeros_like(value) for name, value in weights.items()}} if ema else {}
+    return write_checkpoint(folder / "checkpoints", step, {"model": weights, **averaged}, {"flags": {}}, files)
 
 
 @torch.no_grad()
@@ -91,17 +115,23 @@ PLACES = [
     ("The", "function", "", "The"),
     ("The function", "returns", "The", "function"),
     ("The function returns", "naïve", "The function", "returns"),
+    ("The function returns naïve", "words", "The function returns", "naïve"),
+    ("The list", "holds", "The", "list"),
+    ("The list holds the", "length", "The list holds", "the"),
+    ("A list of naïve words of the", "function", "A list of naïve words of", "the"),
 ]
 
 
 def write_pipeline(folder: Path) -> Path:
-    """All formats in BabyLM's layout: ties, an empty context, unknown characters, several lines of a UID."""
+    """All formats in BabyLM's layout: ties, empty contexts, rare characters, more tokens than positions, several lines
+    of a UID."""
     write_lines(folder / "blimp_filtered/a.jsonl", [{**PAIR, "UID": "one", "field": "syntax"}, {**PAIR, "UID": "two"}])
     same = {"sentence_good": "a 東京", "sentence_bad": "a 東京"}
     write_lines(folder / "supplement_filtered/b.jsonl", [PAIR, same])
     ewok = [
         {**EWOK, "Context1": "The list is old.", "Target1": "It holds words.", "Target2": "It holds naïve 𝔘."},
         {**EWOK, "Context1": "", "Target1": "The cat", "Target2": "The function of"},
+        {**EWOK, "Context1": "The list " * 36 + "of", "Target1": "naïve words.", "Target2": "the length."},
         {**EWOK, "Domain": "time", "Context1": "Length of", "Target1": "the list.", "Target2": "the list."},
     ]
     write_lines(folder / "ewok_filtered/space.jsonl", ewok)
@@ -124,7 +154,7 @@ def write_pipeline(folder: Path) -> Path:
                          "self_paced_reading_time"])  # fmt: skip
         for number in range(48):
             frequency = "NA" if number == 41 else 1 + number % 5
-            writer.writerow([*PLACES[number % 4], frequency, *generator.uniform(100, 300, 3).round(3)])
+            writer.writerow([*PLACES[number % len(PLACES)], frequency, *generator.uniform(100, 300, 3).round(3)])
     write_lines(folder / "glue_filtered/boolq.jsonl", [{"label": 1}])
     write_lines(folder / "cdi_childes/cdi.jsonl", [{"word": "cat"}])
     return folder

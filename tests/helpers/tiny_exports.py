@@ -19,7 +19,7 @@ from export.to_huggingface import export
 from helpers.tiny_runs import TEXT, train_on
 from model import LTGBert, ModelConfig
 from model_extra import build_model
-from training.checkpoint import write_checkpoint
+from training.checkpoint import give_name, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 PAD, BOS, EOS, MASK = 3, 1, 2, 4
@@ -56,6 +56,24 @@ def make_checkpoint(parent: Path, model: LTGBert, ema: LTGBert | None = None) ->
     tensors = {"model": model.state_dict(), **({"ema": ema.state_dict()} if ema else {})}
     files = {"config.json": json.dumps(model.config.to_dict()).encode(), "tokenizer.json": tokenizer_text().encode()}
     return write_checkpoint(parent / "checkpoints", 7, tensors, {"tokens": 0, "flags": {}}, files)
+
+
+# The revisions of `make_run`, with the step of each, which is the seed of its weights.
+STEPS = {"step_00000003": 3, "chck_1M": 5, "chck_0.5e": 5, "chck_2M": 7, "step_00000012": 12, "main": 12}
+
+
+def make_run(run: Path) -> Path:
+    """Checkpoints of the steps 3, 5, 7 and 12 with other weights each; 5 has two names, 7 is weights alone."""
+    for step, name in ((3, ""), (5, ""), (7, "chck_2M"), (12, "")):
+        model = random_model("gpt-bert", seed=step)
+        files = {"config.json": json.dumps(model.config.to_dict()), "tokenizer.json": tokenizer_text()}
+        encoded = {key: text.encode() for key, text in files.items()}
+        tensors = {"model": model.state_dict(), "ema": random_model("gpt-bert", seed=step + 100).state_dict()}
+        path = write_checkpoint(run / "checkpoints", step, tensors, {"tokens": 0, "flags": {}}, encoded, name)
+        if step == 5:
+            give_name(path, "chck_1M")
+            give_name(path, "chck_0.5e")
+    return run
 
 
 def make_exported(folder: Path, form: str) -> tuple[LTGBert, Path]:
