@@ -159,15 +159,13 @@ class LTGBert(PretrainingModel):
         """Two per multiply-add, backward twice forward. Attention counts the full row, of which documents and causality
         save some."""
         width, embedded = config.hidden_size, config.embedding_size
-        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        layer = width * ((2 + config.attention_gate) * queries + 2 * keys)
-        layer += (2 + config.gated_mlp) * width * config.intermediate_size
+        queries = config.num_attention_heads * config.head_dim
         windows = [config.rotary(index).window for index in range(config.num_hidden_layers)]
         seen = sum(row_length if window is None else min(row_length, 2 * window + 1) for window in windows)
         factor = width * embedded * (embedded != width)
         head = (width * embedded if config.head_transform else factor) + embedded * config.padded_vocab_size
-        total = factor + config.num_hidden_layers * layer + 2 * seen * queries + target_fraction * head
-        return 6.0 * total
+        layers = config.num_hidden_layers * sum(config.matrices_of_a_layer)
+        return 6.0 * (factor + layers + 2 * seen * queries + target_fraction * head)
 
     def backward_order(self) -> list[nn.Parameter]:
         """Head and layers from the last to the first. What all layers use comes last: embeddings (a tied head's too),

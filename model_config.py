@@ -267,6 +267,13 @@ class ModelConfig:
             )
 
     @property
+    def matrices_of_a_layer(self) -> tuple[int, int]:
+        """Numbers in the matrices of a layer's attention, and of its feed-forward."""
+        queries, keys = (count * self.head_dim for count in (self.num_attention_heads, self.num_key_value_heads))
+        attention = self.hidden_size * ((2 + self.attention_gate) * queries + 2 * keys)
+        return attention, (2 + self.gated_mlp) * self.hidden_size * self.intermediate_size
+
+    @property
     def bare_norm(self) -> bool:
         """Whether norms are LTG-BERT's, layer norms without weights, for which there are kernels."""
         return self.norm == "layer_norm" and not (self.norm_weight or self.norm_bias)

@@ -6,7 +6,8 @@ faster: which gradients are complete first, and what is worth compiling.
 
 Of parameters, training asks for names: those with "bias" or "layer_norm" in them get no weight decay, and all are
 saved under their names. A module that drops something in training does it by the keys it is given (ops/dropout.py), so
-that a row is the same on any number of ranks.
+that a row is the same on any number of ranks. A module in an nn.ModuleList uses its matrices in its own `forward`
+alone: with --sharding full they are there for that long.
 """
 
 from __future__ import annotations

@@ -56,6 +56,12 @@ class Evaluations:
 
     def measure(self, kinds: tuple[str, ...], state: TrainState, log: MetricLogger) -> bool:
         """Measure and log these; False where a stop request has ended them, on all ranks alike."""
+        if not kinds:
+            return True
+        with state.gradients.layers.whole():
+            return self._measure(kinds, state, log)
+
+    def _measure(self, kinds: tuple[str, ...], state: TrainState, log: MetricLogger) -> bool:
         inputs, config = self._inputs, self._inputs.config
         held_out, tokens = inputs.held_out, inputs.plan.tokens_before(state.step)
         try:

@@ -213,6 +213,7 @@ def test_recorded_steps_of_two_gpus_are_those_of_one(
         ("zero1", 2, "", "float32", "zero1"),
         ("zero1_reference", 2, "optimizer", "float32", "zero1"),
         ("zero1_bfloat16", 2, "", "bfloat16", "zero1"),
+        ("full", 2, "", "float32", "full"),
     ):
         monkeypatch.setenv("HYBRID_REFERENCE", reference)
         choices = {"compile": True, "mixed_precision": False, "allreduce_dtype": dtype, "sharding": sharding}

@@ -86,6 +86,26 @@ def test_sharding_takes_moments_and_average_apart():
     assert none - zero1 == pytest.approx(12 * 3 / 4 * parameters(model))
 
 
+def test_full_sharding_takes_layers_apart():
+    """What a rank has of 20 bytes a parameter; a Llama of 13 B on four H200 and one of 5 B on one fit into 139 GiB."""
+    base = ModelConfig.from_json(CONFIGS / "base.json")
+    zero1, full = (estimate(base, 32768, ranks=16, sharding=sharding) * 2**30 for sharding in ("zero1", "full"))
+    layer = sum(base.matrices_of_a_layer)
+    assert zero1 - full == pytest.approx(8 * 15 / 16 * 12 * layer - 8 * layer)
+    llama = json.loads((CONFIGS / "llama_3.2_1b.json").read_text()) | {"vocab_size": 32000, "num_key_value_heads": 40}
+    llama |= {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "rope_scaling": None}
+    thirteen, five = (ModelConfig.from_dict(llama | {"num_hidden_layers": layers}) for layers in (40, 15))
+    assert (round(parameters(thirteen) / 1e9, 1), round(parameters(five) / 1e9, 1)) == (12.9, 4.9)
+    options = {"row_length": 2048, "activation_checkpointing": "layer", "hybrid_numerator": 3, "hybrid_denominator": 4}
+    of_four = {
+        sharding: estimate(thirteen, 16384, ranks=4, sharding=sharding, **options)
+        for sharding in ("none", "zero1", "full")
+    }
+    print(of_four, estimate(five, 8192, **options))
+    assert of_four["full"] < 139 < of_four["zero1"] < of_four["none"]
+    assert estimate(five, 8192, **options) < 139
+
+
 def test_activations_computed_anew_are_not_kept():
     """Base, 12 layers: a sublayer's activations stay once instead of twelve times."""
     model = ModelConfig.from_json(CONFIGS / "base.json")

@@ -1,4 +1,4 @@
-"""--sharding zero1: the run without it, whatever the optimizer, the number of ranks and where it is resumed."""
+"""--sharding zero1 and full: the run without, whatever the optimizer, the number of ranks and where it is resumed."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ NAMES = ("lamb_whole", "lamb_bfloat16")
 # name: what it must equal
 SAME = {
     **{f"{name}_two": f"{name}_one" for name in OPTIMIZERS},
+    "lamb_full": "lamb_one",
     "lamb_two_four": "lamb_one",
     "normuon_one_four": "normuon_one",
     "nadam_two_one": "nadam_one",
@@ -41,7 +42,7 @@ SAME = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Outcome]]]:
-    """Runs of 1 rank without, of 2 and 4 with zero1; those with two numbers of ranks resume what others began."""
+    """Runs of 1 rank without, of 2 and 4 with sharding; those with two numbers of ranks resume what others began."""
     folder = tmp_path_factory.mktemp("sharding")
     inputs, home = make_inputs(folder / "inputs"), folder / "runs"
 
@@ -58,7 +59,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
 
     for optimizer in OPTIMIZERS:
         single(f"{optimizer}_one", "none")
-    two = {f"{optimizer}_two": Run(options(f"{optimizer}_two", "zero1")) for optimizer in OPTIMIZERS}
+    two = {f"{optimizer}_two": Run(options(f"{optimizer}_two", "zero1")) for optimizer in ("lamb", "normuon")}
+    # The last steps have two micro-batches on one rank and one on the other.
+    uneven = options("nadam_two", "full", local_batch_size=28, activation_checkpointing="layer")
+    two |= {"nadam_two": Run(uneven, fault="gives_back"), "lamb_full": Run(options("lamb_full", "full"))}
     two["lamb_whole"] = Run(options("lamb_whole", "none"))
     two["lamb_bfloat16"] = Run(options("lamb_bfloat16", "zero1", allreduce_dtype="bfloat16"))
     coupled = options("nadam_coupled", "zero1", optimizer="tests.helpers.odd_optimizer.Coupled")
@@ -67,7 +71,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
     single("nadam_two_one", "zero1", "nadam_two")
     four = {
         "lamb_two_four": Run(options("lamb_two_four", "none", "lamb_two")),
-        "normuon_one_four": Run(options("normuon_one_four", "zero1", "normuon_one")),
+        "normuon_one_four": Run(options("normuon_one_four", "full", "normuon_one")),
     }
     return home, outcomes | dict(zip(four, run_ranks(list(four.values()), world_size=4), strict=True))
 
@@ -119,6 +123,8 @@ def test_the_start_says_what_it_saves(runs: tuple[Path, dict[str, list[Outcome]]
     text = runs[1]["lamb_two"][0].text
     assert "sharding      zero1, moments and average in 2 parts, at most 5" in text
     assert "; saves about 0 MiB a device" in text
+    text = runs[1]["lamb_full"][0].text
+    assert "sharding      full, moments and average, weights and gradients of layers in 2 parts, at most 5" in text
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def on_two_ranks(inputs, tmp_path_factory) -> Path:
             {"SPIKES": "14,22"},
             "spikes",
         )
-        for p, s in (("skip", "none"), ("rollback", "zero1"))
+        for p, s in (("skip", "none"), ("rollback", "full"))
     ]
     for outcome in run_ranks(runs):
         assert [rank.code for rank in outcome] == [0, 0], outcome[0].text

@@ -430,8 +430,9 @@ class Flags:
     )
     sharding: str = _flag(
         "none", "zero1: each rank keeps moments and average of a part of the weights, updates these and sends them to "
-        "the others: 12 bytes a parameter less memory, but for the rank's part; the same result to rounding",
-        "hardware", choices=("none", "zero1"),
+        "the others: 12 bytes a parameter less memory, but for the rank's part; full: weights and gradients of layers, "
+        "too, 20 bytes less, for more messages and no CUDA graphs; the same result to rounding",
+        "hardware", choices=("none", "zero1", "full"),
     )  # fmt: skip
     activation_checkpointing: str = _flag(
         "none", "activations that the backward pass computes anew instead of keeping them: mlp, of feed-forwards; "

@@ -14,7 +14,7 @@ import gc
 import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from data.masking import PADDING, MaskingOptions, ModelInputs
 from data.objectives import OBJECTIVE_NAMES
 from model_config import ModelConfig
 from model_protocol import PretrainingModel
+from ops.attention_metadata import LONGEST_WHOLE
 from ops.nvrtc import cache_folder
 from ops.reference import reference_chosen
 from training.config import TrainingConfig
@@ -48,6 +49,8 @@ def graph_obstacle(config: TrainingConfig, model: ModelConfig, device: torch.dev
         return "nothing is compiled (--no-compile)"
     if config.data_fingerprint:
         return "--data_fingerprint reads each batch's inputs, which a replay does not give"
+    if config.sharding == "full":
+        return "--sharding full frees memory that a graph would read"
     if model.position_embedding == "rope":
         return "kernels for rotary positions want the number of documents as a shape"
     return ""
@@ -65,6 +68,46 @@ def choose_rows(rows: int, known: Iterable[int]) -> int:
     unit = max(1, (1 << rows.bit_length() - 1) // _ROW_SIZES)
     enough = [size for size in known if rows <= size < rows + unit]
     return min(enough) if enough else -(-rows // unit) * unit
+
+
+def activation_bytes(
+    config: TrainingConfig,
+    model: ModelConfig,
+    size: int,
+    missing: Collection[str],
+    tokens: int,
+    row_length: int,
+    targets: float,
+) -> float:
+    """Bytes that forward and backward pass of a micro-batch take at most, with `size` bytes a number."""
+    width, inner, averages = model.hidden_size, model.intermediate_size, model.depth_weighted_averaging
+    queries, keys = (count * model.head_dim for count in (model.num_attention_heads, model.num_key_value_heads))
+    wide = 4 // size  # the residual stream is float32
+    gate = model.attention_gate
+    # Of a layer, in numbers a token: what its sublayers read and give to norms, and with averages a state for each.
+    read = (2 + 2 * averages + 2 * (model.norm_position != "pre")) * width
+    if "residual" in missing or "residual without averages" in missing:
+        read += 2 * (wide + averages * (wide - 1)) * width  # its value before each sublayer; states as wide as it
+    # Queries and keys, before their norm too, values, gate, context and its norm; the feed-forward's inner values.
+    attention = (1 + model.qk_norm) * (queries + keys) + keys + (1 + gate + (gate or model.context_norm)) * queries
+    feed_forward, scores = (2 + model.gated_mlp) * inner, 0.0
+    if model.position_embedding == "rope":
+        attention += queries + keys  # copies in the order of causal and other rows
+    elif "attention" in missing:
+        # Probabilities and what they are made of, of long rows not kept; scores of queries and of keys with each
+        # position bucket, and copies.
+        whole = row_length if row_length <= LONGEST_WHOLE else 0
+        scores = model.num_attention_heads * (whole * (2.5 * size + 1) + 4 * size * model.position_bucket_size)
+        attention += 2 * width
+    if "feed-forward norm" in missing and not config.compile:
+        feed_forward += 3 * width + 3 * inner  # each operation keeps what it was given
+    kept = {"attention": attention * size + scores, "mlp": feed_forward * size}
+    anew = {"none": [], "mlp": ["mlp"], "layer": list(kept)}[config.activation_checkpointing]
+    once = max((kept.pop(part) for part in anew), default=0.0)  # of the one that is being computed anew
+    layers = model.num_hidden_layers * (read * size + sum(kept.values())) + once
+    logits = 2 * size if "loss" not in missing else 20 if size == 2 else 16
+    outside = 6 * 4 * width  # embeddings and their norm, the stream, its gradient and sums over depth
+    return tokens * (layers + outside) + targets * model.padded_vocab_size * logits
 
 
 def compile_layers(model: PretrainingModel, recomputed: Collection[nn.Module] = ()) -> None:
@@ -134,10 +177,10 @@ class ForwardBackward:
         for weight, value in zip(self._weights, per_target, strict=True):
             weight.fill_(value)
 
-    def __call__(self, batch: RowBatch, last: bool) -> ModelInputs | None:
+    def __call__(self, batch: RowBatch, last: bool, counts: bool = True) -> ModelInputs | None:
         """One micro-step; returns the inputs it was computed on, or None where it was a replay.
 
-        last: of a step; gradients are then summed over ranks.
+        last: of a step; gradients are then summed over ranks. counts: without, it is done for the other ranks alone.
         """
         graph, slots = self._graph_of(batch) if self.captures and batch.targets.any() else (None, None)
         if graph is not None:
@@ -145,9 +188,12 @@ class ForwardBackward:
             if last:
                 self._gradients.sum_replayed(graph.marks)
             return None
+        sums = self.sums.clone() if not counts else None
         loss, inputs = self._forward(batch, slots)
-        with self._gradients.sync() if last else nullcontext():
-            loss.backward()
+        if sums is not None:
+            self.sums.copy_(sums)
+        with self._gradients.sync(last):
+            (loss if counts else 0 * loss).backward()
         return inputs
 
     def warm_up(self, batches: Iterable[RowBatch]) -> None:
@@ -158,11 +204,12 @@ class ForwardBackward:
         the largest batches, which first take all the memory that smaller ones then share.
         """
         largest = list(batches)
-        for number, batch in enumerate(largest):
-            for part in (batch, batch.slice(0, len(batch) - 1)) if number == 0 and len(batch) > 2 else (batch,):
-                if part.targets.any():
-                    self._forward(part, None)[0].backward()
-        self._gradients.zero()
+        with self._gradients.layers.alone():
+            for number, batch in enumerate(largest):
+                for part in (batch, batch.slice(0, len(batch) - 1)) if number == 0 and len(batch) > 2 else (batch,):
+                    if part.targets.any():
+                        self._forward(part, None)[0].backward()
+            self._gradients.zero()
         if not self.captures:
             return
         torch.cuda.empty_cache()  # graphs have memory of their own
@@ -227,7 +274,8 @@ class ForwardBackward:
 
     def _forward(self, batch: RowBatch, slots: int | None) -> tuple[torch.Tensor, ModelInputs]:
         per_target = self._weights.unbind()
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self.mixed_precision):
+        keeps = not self._gradients.layers.modules  # copies of weights until the pass ends
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self.mixed_precision, cache_enabled=keeps):
             loss, part, inputs = hybrid_loss(
                 self._model, batch, self._options, per_target, self._z_loss_weight, self._step_key, slots
             )

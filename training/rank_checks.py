@@ -176,12 +176,12 @@ class RankCheck:
 
 
 def begin_check(state: TrainState, world: World) -> RankCheck | None:
-    """Queue a comparison of what all ranks hold, with zero1 weights alone; None for one rank. Nothing waits for the
-    device."""
+    """Queue a comparison of what all ranks hold, with zero1 weights alone, with full those of no layer's matrices; None
+    for one rank. Nothing waits for the device."""
     if world.size == 1:
         return None
     tensors = {
-        "weights": dict(state.model.named_parameters()),
+        "weights": {n: p for n, p in state.model.named_parameters() if p not in state.gradients.layers.matrices},
         "average": state.ema.state_dict()
         | {f"{n} ({name})": a for name, each in state.averages.items() for n, a in each.state_dict().items()},
         "moments": named_state(state.optimizer, state.model),

@@ -57,7 +57,7 @@ def save(state: TrainState, saver: Saver | None, last: bool = False) -> None:
     tensors = state_tensors(state)
     check_finite(state, tensors)
     if state.gradients.sharded:
-        tensors = {file: _gathered(of, state.world) if file != "model" else of for file, of in tensors.items()}
+        tensors = {file: _gathered(of, state.world) for file, of in tensors.items()}
     on_main(state.world, lambda: saver is not None and saver.save(state, tensors, last))
 
 
@@ -109,10 +109,13 @@ def check_finite(state: TrainState, tensors: Tensors) -> None:
 
 
 def state_tensors(state: TrainState) -> Tensors:
-    """All that a checkpoint holds of the state, by file; not copies. With zero1 of average and optimizer this rank's
-    part."""
+    """All that a checkpoint holds of the state, by file, not copies; of a divided state this rank's part."""
+    others = set[str]()
+    if (owned := state.gradients.owned) is not None:
+        everything = state.model.named_parameters(remove_duplicate=False)
+        others = {name for name, parameter in everything if parameter not in owned}
     return {
-        "model": state.model.state_dict(),
+        "model": {name: tensor for name, tensor in state.model.state_dict().items() if name not in others},
         "ema": state.ema.state_dict(),
         **{weights_file(name): average.state_dict() for name, average in state.begun_averages.items()},
         "optimizer": named_state(state.optimizer, state.model),

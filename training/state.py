@@ -102,8 +102,10 @@ class TrainState:
         """
         model = _initial_model(config, model_config, checkpoint, world)
         captures = not graph_obstacle(config, model_config, world.device)
-        sharded = config.sharding == "zero1"
-        gradients = GradientBuckets(model, world, config.allreduce_dtype, captures, bucket_bytes, sharded=sharded)
+        sharded, layers = config.sharding != "none", _layers(model, "layer", config, "sharding", "full")
+        gradients = GradientBuckets(
+            model, world, config.allreduce_dtype, captures, bucket_bytes, sharded=sharded, layers=layers
+        )
         optimizer = _optimizer(config, model, gradients.owned)
         ema = Ema(model, config.ema_decays[0], gradients.owned, gradients.share_weights)
         averages = {name: Ema(model, 0.0, gradients.owned, gradients.share_weights) for name in config.further_averages}
@@ -111,10 +113,11 @@ class TrainState:
         if checkpoint is not None:
             of_it = {True: ema, **_begun(averages, step, starts)}
             _load(checkpoint, model, optimizer if starts["optimizer"] != step else None, of_it, step, starts, world)
-        recomputed = _recomputed(config, model)
+        recomputed = _layers(model, config.activation_checkpointing, config, "activation_checkpointing", "mlp", "layer")
         if config.compile:
-            compile_layers(model, recomputed)
+            compile_layers(model, {*recomputed, *gradients.layers.modules})
         recompute_activations(recomputed)
+        gradients.layers.attach()
         forward_backward = ForwardBackward(
             model, gradients, options, config.z_loss_weight, world.device, bool(config.mixed_precision), captures
         )
@@ -129,7 +132,13 @@ class TrainState:
         """Take weights, averages and moments of an earlier step of this run, and continue at the present one."""
         self.before_update()
         starts = {"optimizer": 0, "tail": checkpoint.step, **checkpoint.record.get("starts", {})}
-        self.model.load_state_dict(checkpoint.tensors("model"))
+        if (owned := self.gradients.owned) is None:
+            self.model.load_state_dict(checkpoint.tensors("model"))
+        else:
+            own = {name: parameter for name, parameter in self.model.named_parameters() if parameter in owned}
+            for name, tensor in checkpoint.tensors("model", self.world.device, own.__contains__).items():
+                own[name].data.copy_(tensor)
+            self.gradients.share_weights()
         averages = {True: self.ema, **_begun(self.averages, checkpoint.step, starts)}
         _load(checkpoint, self.model, self.optimizer, averages, checkpoint.step, starts, self.world)
         self.starts["optimizer"] = self.step - (checkpoint.step - starts["optimizer"])
@@ -179,14 +188,14 @@ def _optimizer(
         raise ConfigError(f"--optimizer {config.optimizer} cannot be made: {error}") from error
 
 
-def _recomputed(config: TrainingConfig, model: PretrainingModel) -> list[nn.Module]:
-    """The modules that --activation_checkpointing asks for. Raises ConfigError where the model has none."""
-    which = config.activation_checkpointing
-    parts = [] if which == "none" else model.recomputed_parts(which)
-    if which != "none" and not parts:
+def _layers(model: PretrainingModel, which: str, config: TrainingConfig, flag: str, *choices: str) -> list[nn.Module]:
+    """The model's `recomputed_parts`, which a flag with one of these values wants. Raises ConfigError where it has
+    none."""
+    if (value := getattr(config, flag)) not in choices:
+        return []
+    if not (parts := model.recomputed_parts(which)):
         raise ConfigError(
-            f"--activation_checkpointing is {which!r} but {type(model).__name__} has no such modules in lists of "
-            "layers; leave it out"
+            f"--{flag} is {value!r} but {type(model).__name__} has no such modules in lists of layers; leave it out"
         )
     return parts
 

@@ -52,9 +52,11 @@ def train_step(
 
     state.forward_backward.begin(signed(plan.step_key(step)), weights.per_target)
     micro_batches = list(batch.micro_batches(world.device))
-    for number, micro_batch in enumerate(micro_batches):
-        model_inputs = state.forward_backward(micro_batch, last=number == len(micro_batches) - 1)
-        if prints is not None and model_inputs is not None:
+    passes = max(len(micro_batches), _passes(batch, world.size) if state.gradients.layers.modules else 0)
+    for number in range(passes):
+        micro_batch, counts = micro_batches[min(number, len(micro_batches) - 1)], number < len(micro_batches)
+        model_inputs = state.forward_backward(micro_batch, last=number == passes - 1, counts=counts)
+        if prints is not None and model_inputs is not None and counts:
             prints += fingerprint(model_inputs, micro_batch.row_keys)
 
     done = step + 1
@@ -95,6 +97,11 @@ def train_step(
         batch.plan, metrics, tuple(targets), weights.per_objective, all_sums, local_sums, prints, extra, finished,
         check, spiked, words, state.gradients.filled,
     )  # fmt: skip
+
+
+def _passes(batch: StepBatch, ranks: int) -> int:
+    """Micro-batches of the rank that has most of them: ranks' rows differ by one at most."""
+    return math.ceil(math.ceil(batch.plan.rows / ranks) / batch.rows_per_micro_batch)
 
 
 def _set_schedules(state: TrainState, config: TrainingConfig) -> float:
@@ -180,7 +187,7 @@ def fit_micro_batch(state: TrainState, inputs: Inputs, split: str) -> Inputs:
         if rows == 1:
             raise ConfigError(
                 "--local_batch_size auto: not even a row fits into the device; take --activation_checkpointing layer, "
-                "--sharding zero1 on several ranks, or a smaller model"
+                "--sharding full on several ranks, or a smaller model"
             )
         rows = max(1, rows * 7 // 8)
     if world.is_main:
@@ -259,15 +266,18 @@ def norms_by_role(state: TrainState) -> dict[str, torch.Tensor]:
     groups: dict[str, list[nn.Parameter]] = {}
     for name, parameter in state.model.named_parameters():
         groups.setdefault(state.model.role_of(name), []).append(parameter)
-    norms, owned = {}, state.gradients.owned
+    norms, owned, divided = {}, state.gradients.owned, state.gradients.layers.matrices
     gradients = [
         [p.grad for p in parameters if p.grad is not None and (owned is None or p in owned)]
         for parameters in groups.values()
     ]
     of_gradients = [torch.nn.utils.get_total_norm(group) for group in gradients] if owned is None else ()
-    for (role, parameters), norm in zip(groups.items(), of_gradients or state.gradients.norms(gradients), strict=True):
-        norms[f"stats/parameter_norm/{role}"] = torch.nn.utils.get_total_norm([p.detach() for p in parameters])
-        norms[f"stats/grad_norm/{role}"] = norm
+    weights = [[p.detach() for p in of if not divided or p in (owned or ())] for of in groups.values()]
+    of_weights = state.gradients.norms(weights) if divided else map(torch.nn.utils.get_total_norm, weights)
+    both = zip(groups, of_weights, of_gradients or state.gradients.norms(gradients), strict=True)
+    for role, of_parameters, of_gradient in both:
+        norms[f"stats/parameter_norm/{role}"] = of_parameters
+        norms[f"stats/grad_norm/{role}"] = of_gradient
     return norms
 
 

@@ -21,11 +21,10 @@ from data.wording import count
 from model_config import ModelConfig
 from model_extra import model_class
 from ops import attention_cuda, cross_entropy_cuda, gated_norm_cuda, lamb_cuda, residual_cuda, rope
-from ops.attention_metadata import LONGEST_WHOLE
 from ops.reference import reference_chosen, reference_parts
 from training.config import TrainingConfig
 from training.distributed import World
-from training.forward_backward import graph_obstacle
+from training.forward_backward import activation_bytes, graph_obstacle
 from training.inputs import Inputs
 from training.optimizers import optimizer_kind
 from training.run_dir import origin
@@ -189,9 +188,7 @@ def describe(
         "memory": _memory_line(config, need, parameters),
     }
     if config.sharding != "none":
-        saved = f"at most {part:.0%} on a rank; saves about {_bytes(12 * parameters * (1 - part))} a device"
-        parts = f"{config.sharding}, moments and average in {world.size} parts, {saved}"
-        lines["sharding"] = parts if world.size > 1 else "none: there is one rank"
+        lines["sharding"] = _sharding_line(config.sharding, world, parameters, part)
     if named := inputs.named_checkpoints:
         lines["kept"] = _named_line(named, config.save_weights_only)
     if graphs and world.device.type == "cuda":
@@ -203,6 +200,17 @@ def describe(
             f"{model.max_position_embeddings - 1} on all count as one"
         )
     return "\n".join(f"  {key:<13} {value}" for key, value in lines.items())
+
+
+def _sharding_line(sharding: str, world: World, parameters: int, part: float) -> str:
+    """What is divided among the ranks, of which one has at most `part`."""
+    if world.size == 1:
+        return "none: there is one rank"
+    saved = (20 if sharding == "full" else 12) * parameters * (1 - part)
+    what = "moments and average" + ", weights and gradients of layers" * (sharding == "full")
+    return (
+        f"{sharding}, {what} in {world.size} parts, at most {part:.0%} on a rank; saves about {_bytes(saved)} a device"
+    )
 
 
 def describe_launch(config: TrainingConfig, model: ModelConfig, world: World, start_step: int) -> dict[str, Any]:
@@ -368,12 +376,22 @@ def memory_estimate(
     config: device defaults resolved. missing: names of kernels that do not run (`missing_kernels`).
     """
     size = 2 if config.mixed_precision else 4
-    # Weights, gradients, two moments and the averages in float32; autocast's copy of the weights.
-    parts = world_size if config.sharding == "zero1" else 1
-    averages = 1 + len(config.further_averages)
-    states = parameters * (8 + (8 + 4 * averages) / parts + (size if config.mixed_precision else 0))
+    attention, feed_forward = model.matrices_of_a_layer
+    divided = config.sharding == "full" and world_size > 1
+    inside = min(parameters, (attention + feed_forward) * model.num_hidden_layers) if divided else 0
+    # Weights, gradients, two moments and the averages in float32.
+    parts = world_size if config.sharding != "none" else 1
+    averaged = 8 + 4 * (1 + len(config.further_averages))  # and moments
+    states = (parameters - inside) * (8 + averaged / parts) + inside * (8 + averaged) / parts
+    states += 8 * (attention + feed_forward) * divided  # weights and gradients of two sublayers, which others own
+    # Autocast's copy of the weights; of layers that are computed anew it goes with them.
+    anew = {"none": 0, "mlp": feed_forward, "layer": attention + feed_forward}[config.activation_checkpointing]
+    copied = parameters - (anew * model.num_hidden_layers if inside else 0)
+    states += copied * (size if config.mixed_precision else 0)
     per_step = (_largest_micro_batch(config, plan, step, world_size, split) for step in _ends_of_lengths(plan))
-    return states + max(_activations(config, model, size, missing, *batch) for batch in per_step)
+    # While it is evaluated a rank has all weights, beside a copy of its own.
+    validation = parameters * (4 + (8 + averaged) / parts) if inside else 0.0
+    return max(validation, states + max(activation_bytes(config, model, size, missing, *batch) for batch in per_step))
 
 
 def _ends_of_lengths(plan: DataPlan) -> set[int]:
@@ -397,43 +415,3 @@ def _largest_micro_batch(
         rows = min(rows, room - taken)
         taken, targets = taken + rows, targets + rows * fraction
     return taken * at.seq_length, at.seq_length, targets * at.seq_length
-
-
-def _activations(
-    config: TrainingConfig,
-    model: ModelConfig,
-    size: int,
-    missing: Collection[str],
-    tokens: int,
-    row_length: int,
-    targets: float,
-) -> float:
-    """Bytes that forward and backward pass of a micro-batch take at most, with `size` bytes a number."""
-    width, inner, averages = model.hidden_size, model.intermediate_size, model.depth_weighted_averaging
-    queries, keys = (count * model.head_dim for count in (model.num_attention_heads, model.num_key_value_heads))
-    wide = 4 // size  # the residual stream is float32
-    gate = model.attention_gate
-    # Of a layer, in numbers a token: what its sublayers read and give to norms, and with averages a state for each.
-    read = (2 + 2 * averages + 2 * (model.norm_position != "pre")) * width
-    if "residual" in missing or "residual without averages" in missing:
-        read += 2 * (wide + averages * (wide - 1)) * width  # its value before each sublayer; states as wide as it
-    # Queries and keys, before their norm too, values, gate, context and its norm; the feed-forward's inner values.
-    attention = (1 + model.qk_norm) * (queries + keys) + keys + (1 + gate + (gate or model.context_norm)) * queries
-    feed_forward, scores = (2 + model.gated_mlp) * inner, 0.0
-    if model.position_embedding == "rope":
-        attention += queries + keys  # copies in the order of causal and other rows
-    elif "attention" in missing:
-        # Probabilities and what they are made of, of long rows not kept; scores of queries and of keys with each
-        # position bucket, and copies.
-        whole = row_length if row_length <= LONGEST_WHOLE else 0
-        scores = model.num_attention_heads * (whole * (2.5 * size + 1) + 4 * size * model.position_bucket_size)
-        attention += 2 * width
-    if "feed-forward norm" in missing and not config.compile:
-        feed_forward += 3 * width + 3 * inner  # each operation keeps what it was given
-    kept = {"attention": attention * size + scores, "mlp": feed_forward * size}
-    anew = {"none": [], "mlp": ["mlp"], "layer": list(kept)}[config.activation_checkpointing]
-    once = max((kept.pop(part) for part in anew), default=0.0)  # of the one that is being computed anew
-    layers = model.num_hidden_layers * (read * size + sum(kept.values())) + once
-    logits = 2 * size if "loss" not in missing else 20 if size == 2 else 16
-    outside = 6 * 4 * width  # embeddings and their norm, the stream, its gradient and sums over depth
-    return tokens * (layers + outside) + targets * model.padded_vocab_size * logits

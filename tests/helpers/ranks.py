@@ -186,6 +186,26 @@ def infinite_average(rank: int) -> Iterator[None]:
 
 
 @fault
+def gives_back(rank: int) -> Iterator[None]:
+    """With full, a rank has memory for no more than its own matrices after every step, and that of a copy meanwhile."""
+    import train_single_gpu
+
+    train_step = train_single_gpu.train_step
+
+    def step(state, *arguments):
+        done = train_step(state, *arguments)
+        matrices, owned = state.gradients.layers.matrices, state.gradients.owned
+        assert {parameter in owned for parameter in matrices} == {True, False}
+        for parameter in matrices:
+            sizes = [tensor.untyped_storage().nbytes() for tensor in (parameter, parameter.grad)]
+            assert sizes == [4 * parameter.numel() * (parameter in owned)] * 2
+        return done
+
+    with mock.patch.object(train_single_gpu, "train_step", step):
+        yield
+
+
+@fault
 def stopped(rank: int) -> Iterator[None]:
     """Rank 1 is stopped after step 5, as by SIGSTOP from outside."""
     import train_single_gpu
