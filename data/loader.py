@@ -162,8 +162,15 @@ class ReadAhead:
         return name not in self._begun
 
     def start(self, name: tuple[int, int], work: Callable[[], None]) -> None:
-        """Do some work."""
-        self._begun[name] = threading.Thread(target=work, name="read ahead", daemon=True)
+        """Do some work, after what was begun under this first number: what is needed first has the link to itself."""
+        before = [thread for (objective, _), thread in self._begun.items() if objective == name[0]]
+
+        def in_turn() -> None:
+            for thread in before:
+                thread.join()
+            work()
+
+        self._begun[name] = threading.Thread(target=in_turn, name="read ahead", daemon=True)
         self._begun[name].start()
         while len(self._begun) > 2 * len(OBJECTIVES):  # of this window and the next
             del self._begun[next(iter(self._begun))]

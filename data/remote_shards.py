@@ -2,7 +2,7 @@
 
 A remote folder has a manifest, as a local one; its shards are fetched whole, ahead of their use where blocks are read
 ahead (data/blocks.py), and each is checked by the manifest's SHA-256. Connections that are lost are tried again. All
-processes of a node share the cache; the files that were used longest ago make room. fsspec is imported only here.
+processes of a node share the cache; the files that were used longest ago make room.
 """
 
 from __future__ import annotations
@@ -11,22 +11,26 @@ import fcntl
 import hashlib
 import json
 import os
-import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 from data.atomic_io import PARTIAL_SUFFIX
+from data.remote_files import TRIES, file_system, retried
 from data.shards import MANIFEST_NAME, ShardError
-from data.stop_event import check_stop
 
 _TRIES = 12  # at growing distances, some six minutes in all
-_LONGEST_WAIT = 60.0  # seconds between two tries
-_CHUNK_BYTES = 16 << 20  # of a request
-CONNECTIONS = 8
+_PART_BYTES = 8 << 20  # of a request
+FILES, REQUESTS = 4, 4  # fetched at once, and under way for each
 _GB = 10**9
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class ShardCache:
 
     def manifest(self, url: str) -> dict[str, Any]:
         """The manifest of a remote folder, as it is now. Raises ShardError."""
-        content = _fetched(f"{url.rstrip('/')}/{MANIFEST_NAME}", 0, None)
+        content = _fetched(f"{url.rstrip('/')}/{MANIFEST_NAME}", tries=TRIES)
         try:
             return json.loads(content)
         except ValueError:
@@ -74,8 +78,7 @@ class RemoteFile:
             for again in (False, True):
                 digest = hashlib.sha256()
                 with open(partial, "wb") as file:
-                    for begin in range(0, self.bytes, _CHUNK_BYTES):
-                        part = _fetched(self.url, begin, min(begin + _CHUNK_BYTES, self.bytes))
+                    for part in _parts(self.url, self.bytes):
                         digest.update(part)
                         file.write(part)
                 if digest.hexdigest() == self.sha256:
@@ -110,37 +113,44 @@ def fetch_all(shards: list[Any]) -> None:
             with suppress(IndexError, ShardError):  # another thread took the last
                 left.pop().fetch()
 
-    threads = [Thread(target=work, daemon=True) for _ in range(CONNECTIONS)]  # which do not hold up the end of a run
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for thread in [_begun(work) for _ in range(FILES)]:
+        thread.result()
 
 
-def _fetched(url: str, begin: int, end: int | None) -> bytes:
-    """Bytes [begin, end) of a file, all of it where `end` is None; tried again and again. Raises ShardError."""
-    try:
-        import fsspec.core
-    except ImportError:
-        raise ShardError(f"reading {url} needs a package that is not installed: pip install fsspec") from None
-    for number in range(_TRIES):
-        check_stop()
+def _parts(url: str, size: int) -> Iterator[bytes]:
+    """The bytes of a file, in order; several requests are under way at once. Raises ShardError."""
+    under_way: deque[Future[bytes]] = deque()
+    for begin in range(0, size, _PART_BYTES):
+        under_way.append(_begun(partial(_fetched, url, begin, min(begin + _PART_BYTES, size))))
+        if len(under_way) == REQUESTS:
+            yield under_way.popleft().result()
+    while under_way:
+        yield under_way.popleft().result()
+
+
+def _begun(action: Callable[[], _Result]) -> Future[_Result]:
+    """What a thread will have come to that does not hold up the end of a run, as those of an executor do."""
+    future: Future[_Result] = Future()
+    context = copy_context()  # in which it can be told to stop
+
+    def work() -> None:
         try:
-            system, path = fsspec.core.url_to_fs(url)
-            content = system.cat_file(path, start=begin if end is not None else None, end=end)
-            if end is None or len(content) == end - begin:
-                return content
-            error: Exception = EOFError(f"{len(content):,} of {end - begin:,} bytes came")
-        except ImportError as missing:
-            raise ShardError(f"reading {url} needs a package that is not installed: {missing}") from None
-        except Exception as caught:  # packages of protocols raise whatever they like
-            error = caught
-            status = getattr(error.__cause__ or error, "status", None)
-            final = isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429)
-            if final or (isinstance(error, FileNotFoundError) and error.__cause__ is None) or number == _TRIES - 1:
-                reason = str(error.__cause__ or error).strip() or type(error).__name__
-                raise ShardError(f"{url} could not be read ({reason}); check path, rights, network") from None
-        if number == _TRIES - 1:
-            raise ShardError(f"{url} could not be read ({error}); check that it is whole on the server")
-        time.sleep(min(_LONGEST_WAIT, 2.0 ** (number - 1)))
-    raise AssertionError("unreachable")
+            future.set_result(context.run(action))
+        except BaseException as error:  # whoever waits for the result raises it
+            future.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    return future
+
+
+def _fetched(url: str, begin: int = 0, end: int | None = None, tries: int = _TRIES) -> bytes:
+    """Bytes [begin, end) of a file, all of it where `end` is None; tried again and again. Raises ShardError."""
+    system, path = file_system(url, ShardError)
+
+    def content() -> bytes:
+        found = system.cat_file(path, start=begin if end is not None else None, end=end)
+        if end is not None and len(found) != end - begin:
+            raise EOFError(f"{len(found):,} of {end - begin:,} bytes came")
+        return found
+
+    return retried(content, url, ShardError, tries)

@@ -1,24 +1,20 @@
-"""Remote files, such as hf://, s3://, gs:// and https://: what a path names, and bytes that survive lost connections.
-
-All through fsspec, which is imported only here, and its packages for protocols (s3fs, gcsfs, aiohttp, ...).
-"""
+"""Remote inputs, such as hf://, s3:// and https://: what a path names, and bytes that survive lost connections."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import re
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from data.remote_files import file_system, retried
 from preprocessing.cli import CommandError
 
-TRIES = 5
-FIRST_WAIT = 1.0  # seconds between the first two tries; doubled each time
 _BUFFER_BYTES = 1 << 20
 _REQUESTS_AT_ONCE = 16
 # What changes with a file's content, by the names of the protocols' own; the first that there is counts.
@@ -26,7 +22,7 @@ _VERSIONS = (
     *("ETag", "etag", "Content-MD5", "md5Hash", "checksum", "Digest", "xet_hash", "blob_id", "Last-Modified"),
     *("LastModified", "last_modified", "updated", "mtime", "modified", "created"),
 )
-_Result = TypeVar("_Result")
+_file_system, _retried = partial(file_system, problem=CommandError), partial(retried, problem=CommandError)
 
 
 @dataclass(frozen=True)
@@ -160,44 +156,3 @@ class _Reader(io.RawIOBase):
     def close(self) -> None:
         self._forget()
         super().close()
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path in it."""
-    try:
-        import fsspec.core
-    except ImportError:
-        raise CommandError(f"reading {url} needs a package that is not installed: pip install fsspec") from None
-    try:
-        return fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        raise CommandError(f"reading {url} needs a package that is not installed: {error}") from None
-    except ValueError as error:
-        raise CommandError(f"--input {url} cannot be read: {error}") from None
-
-
-def _retried(action: Callable[[], _Result], what: str) -> _Result:
-    """The result of an action, which may fail a few times. The packages of the protocols raise whatever they like."""
-    for number in range(TRIES):
-        try:
-            return action()
-        except Exception as error:
-            final = _is_final(error)
-            if final or number == TRIES - 1:
-                tries = "" if final else f" in {TRIES} tries"
-                reason = str(error.__cause__ or error).strip() or type(error).__name__
-                remedy = "check the path and your rights" if final else "run the same again to continue"
-                raise CommandError(f"{what} could not be read{tries} ({reason}); {remedy}") from error
-        time.sleep(FIRST_WAIT * 2**number)
-    raise AssertionError("unreachable")
-
-
-def _is_final(error: BaseException) -> bool:
-    """Whether another try would fail as well. fsspec says "not found" of whatever fails over https://: its cause has
-    the status."""
-    status = getattr(error.__cause__ or error, "status", None)
-    if isinstance(status, int):
-        return 400 <= status < 500 and status not in (408, 425, 429)
-    # ValueError: what fsspec and its packages raise for a path or protocol that they cannot read.
-    not_found = isinstance(error, FileNotFoundError) and error.__cause__ is None
-    return not_found or isinstance(error, PermissionError | IsADirectoryError | NotImplementedError | ValueError)

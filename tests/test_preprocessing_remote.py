@@ -14,6 +14,7 @@ from helpers.tiny_corpora import contents, make_texts, run, tokenize
 from test_preprocessing_readers import documents_of
 from test_preprocessing_refused import refused
 
+from data import remote_files
 from data.shards import read_manifest
 from preprocessing import readers, remote
 from preprocessing.cli import CommandError
@@ -29,7 +30,7 @@ def server(corpus, tmp_path, monkeypatch):
     pyarrow.parquet.write_table(table, folder / "below" / "rows 1.parquet", row_group_size=40)
     with pyarrow.ipc.new_stream(str(folder / "below" / "rows.arrow"), table.schema) as writer:
         writer.write_table(table, max_chunksize=30)
-    monkeypatch.setattr(remote, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr(remote_files, "FIRST_WAIT", 0.0)
     with served(folder) as found:
         yield found
 

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from helpers.http_files import served
 
-from data import remote_shards
+from data import remote_files, remote_shards
 from data.blocks import BlockOrder
 from data.corpus import Corpus, CorpusError
+from data.loader import BatchBuilder
+from data.masking import MaskingOptions
+from data.plan import DataPlan
 from data.remote_shards import ShardCache
 from data.shards import ShardError, write_manifest, write_shard
 from data.stream import TokenStream
@@ -23,8 +26,8 @@ HASH = "ab" * 32
 @pytest.fixture
 def shards(tmp_path, monkeypatch) -> Path:
     """A folder of six shards of some 8 KB."""
-    monkeypatch.setattr(remote_shards.time, "sleep", lambda _: None)
-    monkeypatch.setattr(remote_shards, "_CHUNK_BYTES", 3000)
+    monkeypatch.setattr(remote_files, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr(remote_shards, "_PART_BYTES", 1000)
     (tmp_path / "train").mkdir()
     documents = np.split(np.arange(16, 4016), range(400, 4000, 400))
     files = [write_shard(tmp_path / "train" / f"{n}.shard", documents, HASH, 5000 + n) for n in range(6)]
@@ -53,6 +56,31 @@ def test_a_remote_corpus_is_the_local_one_in_a_small_cache(shards, tmp_path):
             np.testing.assert_array_equal(*streams)
             assert sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*.shard")) <= 25_000
         assert server.losses == 0
+
+
+def test_a_silent_server_is_not_noticed_while_a_window_lasts(shards, tmp_path):
+    """Rows of this window and of the next come from the cache; what failed meanwhile is asked for again."""
+    local = Corpus(shards / "train", tokenizer_hash=None, bos_id=1, eos_id=2, order=BlockOrder(5000, 8000))
+    plan = DataPlan(12, 16, 125, 1, hybrid_numerator=0, hybrid_denominator=1, milestones=())  # 2,000 tokens a step
+    options = MaskingOptions(vocab_size=5000)
+    expected = BatchBuilder(local, plan, options)
+    with served(shards) as server:
+        cache = ShardCache(tmp_path / "cache", 1)
+        corpus = Corpus(
+            f"{server.url}/train", tokenizer_hash=None, bos_id=1, eos_id=2, order=BlockOrder(5000, 8000), cache=cache
+        )
+        builder = BatchBuilder(corpus, plan, options)
+        for step in range(plan.max_steps):
+            if step in (1, 7):
+                for thread in builder._ahead._begun.values():
+                    thread.join()
+            if step == 1:
+                asked, server.status = len(server.requests), 503
+            if step == 7:  # of the third window, which begins next, nothing could be had
+                assert len(server.requests) > asked
+                server.status = 0
+            batches = [each.step(step, 0, 1, "rows", 4).batch.tokens for each in (builder, expected)]
+            assert (batches[0] == batches[1]).all()
 
 
 def test_what_cannot_be_had_is_one_sentence(shards, tmp_path):
