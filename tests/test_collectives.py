@@ -17,14 +17,19 @@ from train_single_gpu import main as train
 from training.distributed import axes_through
 from training.errors import DONE, HARDWARE, signal_code
 from training.status import read_status
-from training.watchdog import explain_hang
+from training.watchdog import explain_hang, silent_ranks
 
 
 @pytest.mark.slow
-def test_stopped_rank_is_named(tmp_path: Path):
-    """Three ranks, of which rank 1 is stopped after step 5: the others say so after --step_timeout and end."""
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [({"heartbeat_timeout": 3}, "--heartbeat_timeout 3 s"), ({"step_timeout": 0.05}, "--step_timeout 0.05 min")],
+    ids=["no_sign", "too_long"],
+)
+def test_stopped_rank_is_named(tmp_path: Path, option: dict[str, float], words: str):
+    """Three ranks, of which rank 1 is stopped after step 5: the others say so after either timeout and end."""
     inputs = make_inputs(tmp_path / "inputs")
-    options = {"step_timeout": 0.05, "collective_timeout": 5, "validate_every": 0, "save_every": 2}
+    options = {"collective_timeout": 5, "validate_every": 0, "save_every": 2, **option}
     processes = start_ranks([Run(flags(inputs, tmp_path, **options), fault="stopped")], world_size=3)
     try:
         assert [processes[rank].wait(timeout=120) for rank in (0, 2)] == [HARDWARE.code] * 2
@@ -37,7 +42,7 @@ def test_stopped_rank_is_named(tmp_path: Path):
     assert status is not None
     assert (status.state, status.step) == ("failed", 4)
     silent = r"rank 1 on \S+ has sent no heartbeat for \d+ s: the last one was in step \d+ \([^()]+\); "
-    limit = r"after \d+ s \(--step_timeout 0\.05 min\)\. Stack traces .*failures"
+    limit = rf"after \d+ s \({re.escape(words)}\)\. Stack traces .*failures"
     expected = rf"{silent}the others timed out in all_reduce of (target counts|gradients), step 6, {limit}"
     assert re.fullmatch(expected, status.reason), status.reason
     stacks = sorted((tmp_path / "run" / "failures").iterdir())
@@ -75,6 +80,19 @@ def test_a_sum_along_each_axis_reaches_every_rank(size: int):
             sums[rank] = set().union(*(parts[other] for other in axes[rank][axis]))
     assert all(found == set(range(size)) for found in sums)
     assert size == 127 or max(len(axis) for axis in axes[0]) <= 8
+
+
+def test_a_rank_without_a_sign_is_silent(monkeypatch):
+    now, signs = [0.0], {}
+    monkeypatch.setattr("training.watchdog.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("training.watchdog.time.time", lambda: 100 + now[0])  # clocks of hosts differ
+    beats = {rank: position(rank, 0) for rank in range(3)}
+    for second in range(0, 40, 5):
+        now[0] = float(second)
+        moving = {rank: {**beats[rank], "time": float(second if rank != 1 else 0)} for rank in beats}
+        assert silent_ranks(signs, moving, 30.0, waited=0.0) == ({1} if second > 30 else set())
+    assert silent_ranks({}, beats, 30.0, waited=29.0) == set()
+    assert silent_ranks({}, beats, 30.0, waited=31.0) == {0, 1, 2}  # unchanged for as long as it has waited
 
 
 def position(rank: int, collectives: int, seconds_waited: float = 300.0, **changed: Any) -> dict[str, Any]:

@@ -418,6 +418,10 @@ class Flags:
         5.0, "the same within training steps; the rank that the others wait for is named, and stack traces are left in "
         "failures/ of the run folder", "jobs", POSITIVE,
     )  # fmt: skip
+    heartbeat_timeout: float = _flag(
+        30.0, "seconds without a sign of a rank's process for which the others wait, after which it counts as gone and "
+        "the run ends; its heartbeats go on while it computes", "jobs", POSITIVE,
+    )  # fmt: skip
     check_ranks_every: int = _flag(
         1000, "steps between comparisons of weights, average and moments between ranks, bit for bit; ranks that differ "
         "end the run, and nothing is saved (0: only before each save)", "jobs", at_least(0),

@@ -1,9 +1,10 @@
 """Watchdog of collectives and heartbeats: a rank that hangs is named, with every other's position, and the run ends.
 
 A thread of each rank stores its progress every few seconds. Where one has waited for the others longer than
---step_timeout or --collective_timeout allows, all ranks that still live write their stack traces and their position;
-rank 0 names those that do not answer or are behind, and all end. What waits is inside a collective that nothing
-interrupts, so the process ends from here.
+--step_timeout or --collective_timeout allows, or waits while a process (stopped, or its host gone) gives no sign for
+--heartbeat_timeout, all ranks that still live write their stack traces and their position; rank 0 names those that do
+not answer or are behind, and all end. What waits is inside a collective that nothing interrupts, so the process ends
+from here.
 
 The positions go through the launcher's key-value store. A file in the run folder, one for each host, shows them to
 people; such a file also shows who owns a run folder.
@@ -56,9 +57,11 @@ class Watchdog:
 
     def __init__(self, config: TrainingConfig, world: World) -> None:
         self._config, self._world = config, world
-        self._pause = min(_BEAT_SECONDS, 60 * min(config.step_timeout, config.collective_timeout) / 3)
+        shortest = min(60 * config.step_timeout, 60 * config.collective_timeout, config.heartbeat_timeout)
+        self._pause = min(_BEAT_SECONDS, shortest / 3)
         self._grace = 2 * self._pause + _GRACE_SECONDS
         self._stop = threading.Event()
+        self._signs: dict[int, tuple[Any, float]] = {}  # the last heartbeat of each rank, and when it came
         self._store = RankStore(world.environment, self._grace)
         self._file = None
         if world.environment.local_rank == 0:
@@ -75,14 +78,23 @@ class Watchdog:
         self._thread.join(1.0)
 
     def _work(self) -> None:
+        answered = time.monotonic()
         while True:
-            waited, reported = self._world.progress.seconds_waited(), False
+            waited, limit, silent = self._world.progress.seconds_waited(), "", set[int]()
             # A store that does not answer: the rank that hosts it hangs, or has ended as this one is about to.
             with suppress(RuntimeError):
                 self._store.set(f"heartbeat/{self._world.rank}", position(self._world))
-                reported = self._store.get("hang") is not None
-            if reported or waited > 60 * self._timeout()[1]:
-                self._end()
+                limit = (self._store.get("hang") or {"timeout": ""})["timeout"]
+                if self._world.is_main and waited > self._pause:
+                    silent = silent_ranks(self._signs, self._heartbeats(), self._config.heartbeat_timeout, waited)
+                answered = time.monotonic()
+            name, minutes = self._timeout()
+            if not limit and waited > 60 * minutes:
+                limit = f"{name} {minutes:g} min"
+            if silent or (waited and time.monotonic() - answered > self._config.heartbeat_timeout):
+                limit = limit or f"--heartbeat_timeout {self._config.heartbeat_timeout:g} s"
+            if limit:
+                self._end(limit, silent)
             if self._stop.wait(self._pause):
                 return
 
@@ -91,10 +103,11 @@ class Watchdog:
         flags = ["collective_timeout"] + ["step_timeout"] * self._world.progress.in_step
         return min(((f"--{flag}", getattr(self._config, flag)) for flag in flags), key=lambda limit: limit[1])
 
-    def _end(self) -> NoReturn:
-        """Report what is known, and end this process."""
+    def _end(self, limit: str, silent: set[int]) -> NoReturn:
+        """Report what is known, and end this process. limit: what is over. silent: ranks that cannot answer."""
         rank, environment, folder = self._world.rank, self._world.environment, self._config.run_folder
-        own = position(self._world) | {"timeout": "{} {:g} min".format(*self._timeout())}
+        own = position(self._world) | {"timeout": limit}
+        self._store.missing |= silent
         _dump_stacks(self._config, self._world, own)
         try:
             with suppress(RuntimeError):
@@ -125,6 +138,17 @@ class Watchdog:
             with suppress(RuntimeError):
                 found[rank] = self._store.get(f"heartbeat/{rank}")
         return {rank: last for rank, last in found.items() if last is not None}
+
+
+def silent_ranks(
+    signs: dict[int, tuple[Any, float]], heartbeats: dict[int, dict[str, Any]], seconds: float, waited: float
+) -> set[int]:
+    """The ranks whose heartbeat is so many seconds old. signs: each when it last changed, and when; updated."""
+    now = time.monotonic()
+    for rank, last in heartbeats.items():
+        if rank not in signs or signs[rank][0] != last["time"]:
+            signs[rank] = (last["time"], now - min(waited, max(0.0, time.time() - last["time"])))  # clocks differ
+    return {rank for rank, (_, when) in signs.items() if now - when > seconds}
 
 
 def position(world: World) -> dict[str, Any]:
