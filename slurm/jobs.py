@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -112,7 +113,7 @@ def _read_result(path: Path) -> tuple[bool, str]:
         return False, f"{path} cannot be read"
     if outcome == "success":
         return True, ""
-    return False, str(result).strip().splitlines()[-1].removeprefix("slurm.launch.TrainingFailed: ")
+    return False, re.sub(r"^slurm\.\w+\.\w+Failed: ", "", str(result).strip().splitlines()[-1])
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
     python slurm/launch.py --nodes 2 --gpus_per_node 4 --time 4:00:00 --partition gpu -- <flags of training>
     python slurm/launch.py --time 60 --sweep learning_rate=1e-2,5e-3 --sweep seed=1,2,3 -- <flags of training>
+    python slurm/launch.py --finetune --sweep only=cola,rte --sweep seed=0,1 -- <MODEL and flags of finetune.py>
     python slurm/launch.py --status JOB_FOLDER|JOB_ID [--follow]
 
 Flags of training (train_multi_gpu.py --help) stand after `--` and are checked here, before anything waits in a queue.
@@ -29,6 +30,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from data.cli import Parser
+from slurm.grid import FinetuneJob, check_grid, how_to_join, plan_grid
 from slurm.job_options import (
     PYTHON,
     JobOptions,
@@ -149,15 +151,28 @@ def _with_snapshot(task: Task, code: Path) -> Task:
     return dataclasses.replace(task, arguments=arguments)
 
 
-def _submit(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis]) -> Job:
+def _plan(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis], finetune: bool) -> list[Task]:
+    if not finetune:
+        return plan_tasks(arguments, axes, Path.cwd())
+    check_grid(options)
+    return plan_grid(arguments, axes, Path.cwd())
+
+
+def _parameters(options: JobOptions, finetune: bool, *others: Any) -> dict[str, Any]:
+    """submitit's; a job of fine-tuning is not requeued by its script, which begins anew after a preemption."""
+    return submitit_parameters(options, *others) | ({"teardown": None} if finetune else {})
+
+
+def _submit(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis], finetune: bool = False) -> Job:
     submitit = _submitit()
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    tasks = plan_tasks(arguments, axes, Path.cwd())
+    tasks = _plan(arguments, options, axes, finetune)
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise LaunchError("sbatch is not installed on this host: use a login node of the cluster, or --local")
     parent, name = _job_folders(options, tasks), base_name(tasks, axes)
     folder = new_folder(parent, name)
+    Path(tasks[0].run_folder).parent.mkdir(parents=True, exist_ok=True)
     try:
         code, copied = _ROOT, {}
         if options.snapshot:
@@ -170,9 +185,15 @@ def _submit(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis])
             flags_file(folder, task.index).write_text(content, encoding="utf-8")
         executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=_MANY, python=PYTHON)
         has_site_file = (code / SITE_FILE).is_file()
-        executor.update_parameters(**submitit_parameters(options, name, folder, code, has_site_file, len(tasks)))
+        executor.update_parameters(**_parameters(options, finetune, name, folder, code, has_site_file, len(tasks)))
+        here = os.getcwd()
         with clean_environment(), executor.batch():
-            submitted = [executor.submit(TrainingJob(task.arguments, task.run_folder)) for task in tasks]
+            submitted = [
+                executor.submit(
+                    FinetuneJob(task.arguments, here) if finetune else TrainingJob(task.arguments, task.run_folder)
+                )
+                for task in tasks
+            ]
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, FailedJobError | FailedSubmissionError):
@@ -228,22 +249,22 @@ def _describe(job: Job, options: JobOptions) -> str:
     )
 
 
-def _dry_run(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis]) -> int:
+def _dry_run(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis], finetune: bool) -> int:
     """Print everything that a submission would use; submit and write nothing."""
     _submitit()
     from submitit.slurm.slurm import _make_sbatch_string  # its executor needs sbatch on the machine
 
-    tasks = plan_tasks(arguments, axes, Path.cwd())
+    tasks = _plan(arguments, options, axes, finetune)
     name = base_name(tasks, axes)
     folder = _job_folders(options, tasks) / f"{name}-DATE-TIME"
     code = folder / "code" if options.snapshot else _ROOT
-    parameters = submitit_parameters(options, name, folder, code, (_ROOT / SITE_FILE).is_file(), len(tasks))
+    parameters = _parameters(options, finetune, name, folder, code, (_ROOT / SITE_FILE).is_file(), len(tasks))
     count = {"map_count": len(tasks)} if len(tasks) > 1 else {}
     command = f"{PYTHON} -u -m submitit.core._submit {shlex.quote(str(folder))}"
     print(_make_sbatch_string(command=command, folder=folder, **count, **parameters))
     print("# each rank then calls, in that process:")
     for task in tasks:
-        print(shlex.join(["train_multi_gpu.py", *task.arguments]))
+        print(shlex.join(["evaluation/finetune.py" if finetune else "train_multi_gpu.py", *task.arguments]))
     print(f"\n{tasks_table(tasks)}\n")
     print("\n".join([*missing_files(tasks), "nothing was submitted (--dry_run)"]))
     return 0
@@ -252,15 +273,18 @@ def _dry_run(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis]
 # Without a cluster
 
 
-def _run_locally(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis], dry_run: bool) -> int:
+def _run_locally(
+    arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis], finetune: bool, dry_run: bool
+) -> int:
     """The same runs on this machine, one after the other. Returns the exit code: 1 where any of them failed."""
     if options.nodes > 1:
         raise LaunchError(f"--local is this machine alone, and --nodes is {options.nodes}")
-    tasks = plan_tasks(arguments, axes, Path.cwd())
+    tasks = _plan(arguments, options, axes, finetune)
     if dry_run:
-        commands = "\n".join(shlex.join(_local_command(task, options)) for task in tasks)
+        commands = "\n".join(shlex.join(_local_command(task, options, finetune)) for task in tasks)
         print(f"{commands}\n\n{tasks_table(tasks)}\n\nnothing was run (--dry_run)")
         return 0
+    Path(tasks[0].run_folder).parent.mkdir(parents=True, exist_ok=True)
     reports: list[TaskReport] = []
     interrupted = False
     for task in tasks:
@@ -268,27 +292,29 @@ def _run_locally(arguments: Sequence[str], options: JobOptions, axes: Sequence[A
             reports.append(TaskReport(task, "skipped", None, "interrupted before it began"))
             continue
         print(f"[{task.index + 1}/{len(tasks)}] {task.name}", flush=True)
-        report, interrupted = _run_one(task, options)
+        report, interrupted = _run_one(task, options, finetune)
         reports.append(report)
     print(f"\n{reports_table(reports)}", flush=True)
     return exit_code(reports)
 
 
-def _local_command(task: Task, options: JobOptions) -> list[str]:
+def _local_command(task: Task, options: JobOptions, finetune: bool) -> list[str]:
+    if finetune:
+        return [sys.executable, str(_ROOT / "evaluation" / "finetune.py"), *task.arguments]
     if options.tasks == 1:
         return [sys.executable, str(_ROOT / "train_single_gpu.py"), *task.arguments]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.tasks}"]
     return [*launcher, str(_ROOT / "train_multi_gpu.py"), *task.arguments]
 
 
-def _run_one(task: Task, options: JobOptions) -> tuple[TaskReport, bool]:
+def _run_one(task: Task, options: JobOptions, finetune: bool) -> tuple[TaskReport, bool]:
     """Run a task to its end; and whether Ctrl-C was pressed, upon which training saves and ends."""
     began, interrupted = datetime.now(timezone.utc).replace(microsecond=0), False
     with clean_environment():
         environment = dict(os.environ)
     if options.tasks > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.tasks)))
-    process = subprocess.Popen(_local_command(task, options), env=environment)
+    process = subprocess.Popen(_local_command(task, options, finetune), env=environment)
     while True:
         try:
             code = process.wait()
@@ -347,6 +373,8 @@ def _parser() -> Parser:
     sweep.add_argument("--sweep", action="append", metavar="FLAG=V,V", help=text)
     sweep.add_argument("--array_parallelism", type=int, metavar="N", help="runs at the same time (default: all)")
     other = parser.add_argument_group("what to do")
+    text = "fine-tune in place of training: MODEL and flags of evaluation/finetune.py after --, --output a folder"
+    other.add_argument("--finetune", action="store_true", help=text)
     other.add_argument("--follow", action="store_true", help="show the log until the job ends; exit 0 if all went well")
     other.add_argument("--dry_run", action="store_true", help="print batch file, commands and table; submit nothing")
     other.add_argument("--local", action="store_true", help="run on this machine, without SLURM, one after the other")
@@ -379,13 +407,14 @@ def _act(given: dict[str, Any], training: Sequence[str]) -> int:
     names = {spec.name for spec in dataclasses.fields(JobOptions)}
     chosen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in names}
     options = JobOptions(**chosen)
+    finetune = "finetune" in given
     axes = [parse_axis(text, is_list) for text in given.get("sweep", [])]
     if "local" in given:
-        return _run_locally(training, options, axes, "dry_run" in given)
+        return _run_locally(training, options, axes, finetune, "dry_run" in given)
     if "dry_run" in given:
-        return _dry_run(training, options, axes)
-    job = _submit(training, options, axes)
-    print(_describe(job, options), flush=True)
+        return _dry_run(training, options, axes, finetune)
+    job = _submit(training, options, axes, finetune)
+    print("\n".join([_describe(job, options), *([how_to_join(job.tasks)] if finetune else [])]), flush=True)
     return follow(job) if "follow" in given else 0
 
 

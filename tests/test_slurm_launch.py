@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from helpers.slurm_cluster_fixture import Cluster
 from helpers.slurm_reference import STEPS, Reference
-from helpers.tiny_runs import ROOT, flags, make_inputs, training_lines
+from helpers.tiny_exports import make_checkpoint, random_model
+from helpers.tiny_runs import ROOT, flags, make_inputs, make_texts, training_lines
 
+from evaluation import finetune_grid
 from slurm.jobs import Job
 from slurm.launch import read_run
 from slurm.snapshot import take_snapshot
@@ -133,3 +135,25 @@ def test_requeued_job_on_two_nodes_is_the_run_of_one_process(cluster, monkeypatc
     assert {start["world_size"] for start in config["launches"]} == {4}
     assert len(config["launches"]) >= 2
     assert str(checkout) not in log
+
+
+def test_a_grid_of_fine_tuning_runs_and_is_joined(cluster, monkeypatch):
+    """Two rates of one task, a job each, by paths relative to where they were submitted."""
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    folder = cluster.folder / "grid"
+    make_checkpoint(folder / "run", random_model("gpt-bert"))
+    task = folder / "tasks" / "length"
+    task.mkdir(parents=True)
+    for name, seed in (("train", 1), ("valid", 2)):
+        lines = [{"sentence": text[:60], "label": int(len(text) > 100)} for text in make_texts(24, seed)]
+        (task / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = ["run", "--tasks", "tasks", "--output", "out", "--epochs", "1", "--num_seeds", "1", "--device", "cpu"]
+    options = ["--finetune", "--time", 20, "--cpus_per_task", 1, "--follow", "--sweep", "learning_rates=1e-3,1e-4"]
+    command = [sys.executable, str(ROOT / "slurm" / "launch.py"), *map(str, options), "--", *given]
+    done = cluster.command(*command, check=False, cwd=folder, env={**cluster.environment, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len([line for line in states(done.stdout).values() if " finished" in line]) == 2
+    files = sorted(map(str, (folder / "out").glob("finetune*.json")))
+    assert finetune_grid.main([*files, "--output", str(folder / "out.json")]) == 0
+    joined = json.loads((folder / "out.json").read_text())["tasks"]["length"]
+    assert joined["held_out_by_rate"].keys() == {"0.001", "0.0001"}
