@@ -266,6 +266,10 @@ def figures(run: Run) -> list[Figure]:
         found.append(Figure("Training time", duration(max(run.hours.values())), remark))
     if memory := metrics.series.get("stats/peak_memory_gib"):
         found.append(Figure("Peak memory", f"{max(memory.values()):.1f} GiB", "a device"))
+    slowest, median = (metrics.last(f"ranks/{name}") for name in ("slowest", "compute_seconds_median"))
+    if slowest is not None and median:
+        more = (metrics.last("ranks/compute_seconds_max") or median) / median - 1
+        found.append(Figure("Slowest rank", f"{slowest:.0f}", f"computes {100 * more:.1f} % longer than the median"))
     return found
 
 

@@ -18,6 +18,7 @@ from helpers.tiny_runs import ROOT
 
 from report import demo_page, html_report
 from report.charts import sections
+from report.page import Figure, figures
 from report.runs import Start, downsample, pairs_in_files, read_runs, training_hours
 from slurm.snapshot import code_files
 
@@ -267,6 +268,9 @@ def test_training_time_leaves_out_validation_and_saving(tmp_path):
     status = {"state": "stopped", "time": "2026-11-22T10:00:40+00:00"}
     assert replace(run, starts=started, status=status).useful == pytest.approx(20 / 40)
     assert replace(run, starts=started, status={"state": "stopped"}).useful is None
+    times = {"ranks/slowest": 5.0, "ranks/compute_seconds_median": 0.2, "ranks/compute_seconds_max": 0.25}
+    run.metrics.series.update({name: {40: value} for name, value in times.items()})
+    assert figures(run)[-1] == Figure("Slowest rank", "5", "computes 25.0 % longer than the median")
 
 
 @pytest.mark.parametrize(
