@@ -23,11 +23,11 @@ from training.metric_logger import MetricLogger, Profiler, open_logger
 from training.plugins import Plugins
 from training.rank_checks import check_same_run
 from training.resume import open_run
-from training.saves import Saver, answer_spike, save, save_and_stop
+from training.saves import Parts, Saver, save, save_and_stop
 from training.sinks import check_sinks, leave
 from training.state import TrainState
 from training.status import StatusFile
-from training.step import AsyncStepMetrics, fit_micro_batch, train_step, warm_up
+from training.step import AsyncStepMetrics, answer_spike, fit_micro_batch, train_step, warm_up
 from training.stopping import Agreements, RunEnd, Stop, StopConditions
 from training.summary import describe
 from training.watchdog import Watchdog
@@ -75,10 +75,11 @@ def main(
         if state.step == config.max_steps and not owed:
             return end.already_complete(status)
         log, saver = end.log, None
+        parts = end.closes(Parts(state)) if state.gradients.sharded else None
         if start.folder is not None:
             log = open_logger(start.folder, inputs, world, state.step, status, conditions.signalled, plugins)
             end.opens(log, status)
-            saver = end.saver = end.closes(Saver(start.folder, inputs, log, conditions, status, state))
+            saver = end.saver = end.closes(Saver(start.folder, inputs, log, conditions, status, state, parts))
         if config.compile and state.step < config.max_steps:
             log.say(warm_up(state, inputs.builder, split, config.local_batch_size))
         loader = end.closes(inputs.loader(world, split, state.step))

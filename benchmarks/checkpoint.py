@@ -32,7 +32,8 @@ from data.cli import Parser
 from model import ModelConfig
 from model_extra import build_model
 from training.checkpoint import open_checkpoint, write_checkpoint
-from training.saves import Snapshot, Tensors
+from training.saves import Snapshot
+from training.state import Tensors
 
 _ROOT = Path(__file__).resolve().parent.parent
 

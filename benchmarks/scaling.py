@@ -1,6 +1,6 @@
 """Weak scaling on one machine: tokens per second of one GPU and of all of them, each with the same work.
 
-    python benchmarks/scaling.py [--config configs/base.json] [--split rows ranks] [--sharding none zero1]
+    python benchmarks/scaling.py [--config configs/base.json] [--split rows ranks] [--sharding none zero1 full]
 
 One GPU runs train_single_gpu.py, all of them torchrun and train_multi_gpu.py, on synthetic shards, with the same
 micro-batches and as many of them a step and GPU; of N ranks' rows (N - 1) / N are masked, for one GPU too, so that
@@ -154,7 +154,9 @@ def main() -> int:
     parser.add_argument(
         "--allreduce_dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"], help="of gradients"
     )
-    parser.add_argument("--sharding", nargs="+", default=["none"], choices=["none", "zero1"], help="of the state")
+    parser.add_argument(
+        "--sharding", nargs="+", default=["none"], choices=["none", "zero1", "full"], help="of the state"
+    )
     parser.add_argument("--apart", action="store_true", help="also as many runs of one GPU each, at the same time")
     parser.add_argument("--device", default="auto", help="as for the training scripts")
     parser.add_argument("--output", default="", help="JSON file for the results")

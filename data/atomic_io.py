@@ -118,3 +118,18 @@ def sha256_file(path: str | Path) -> str:
 def is_remote(path: str | Path) -> bool:
     """Whether a path has a protocol, as in https://."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(path)) is not None
+
+
+def memory_left() -> float:
+    """Bytes of memory that this process can still have; infinity where that is not known."""
+    left = math.inf
+    with suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        left = 1024 * next(float(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    with suppress(OSError, ValueError, IndexError, StopIteration):  # a job's limit; what files occupy is free again
+        path = Path("/proc/self/cgroup").read_text().split("::")[1].strip()
+        group = Path("/sys/fs/cgroup") / path.lstrip("/")
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"]) - int(stat["active_file"])
+        left = min(left, int((group / "memory.max").read_text()) - used)
+    return left

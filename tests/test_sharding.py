@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from helpers.ranks import Outcome, Run, run_ranks
 from helpers.tiny_runs import ROOT, flags, make_inputs, training_lines
+from safetensors.torch import load_file
 from torch import nn
 
 import train_single_gpu
 import training.state
+from export.load_model import load_model
 from model_config import ModelConfig
-from training.checkpoint import locate
+from training.checkpoint import CheckpointError, locate, open_checkpoint, read_initial_weights
 from training.config import parse_config
 from training.distributed import World, single_world
 from training.environment import Environment
@@ -62,7 +65,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
     two = {f"{optimizer}_two": Run(options(f"{optimizer}_two", "zero1")) for optimizer in ("lamb", "normuon")}
     # The last steps have two micro-batches on one rank and one on the other.
     uneven = options("nadam_two", "full", local_batch_size=28, activation_checkpointing="layer")
-    two |= {"nadam_two": Run(uneven, fault="gives_back"), "lamb_full": Run(options("lamb_full", "full"))}
+    two |= {
+        "nadam_two": Run(uneven, fault="gives_back"),
+        "lamb_full": Run(options("lamb_full", "full"), fault="stale_once"),
+    }
     two["lamb_whole"] = Run(options("lamb_whole", "none"))
     two["lamb_bfloat16"] = Run(options("lamb_bfloat16", "zero1", allreduce_dtype="bfloat16"))
     coupled = options("nadam_coupled", "zero1", optimizer="tests.helpers.odd_optimizer.Coupled")
@@ -104,11 +110,35 @@ def test_same_bits(runs: tuple[Path, dict[str, list[Outcome]]]):
             assert a[key] == b[key], (a["step"], key)
     texts = [(runs[0] / name / "samples.jsonl").read_text() for name in ("lamb_whole", "lamb_two")]
     assert texts[0] == texts[1] != ""
-    files = [
-        path.read_bytes() for name in ("lamb_whole", "lamb_two") for path in (runs[0] / name).glob("**/*00008/*rs")
-    ]
-    assert len(files) == 10
-    assert files[:5] == files[5:]
+    for file in ("model", "ema", "optimizer"):
+        whole, parts = (locate(runs[0] / name).tensors(file) for name in ("lamb_whole", "lamb_two"))
+        assert whole.keys() == parts.keys()
+        assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.slow
+def test_every_rank_writes_its_part(runs: tuple[Path, dict[str, list[Outcome]]]):
+    """In files that other programs find by their index; a save that fails on a rank is tried again by all."""
+    path = locate(runs[0] / "lamb_full").path
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    parts = {
+        name: load_file(path / name)
+        for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    }
+    assert {key: name for name, part in parts.items() for key in part} == index["weight_map"]
+    assert index["metadata"]["total_size"] >= sum(
+        4 * tensor.numel() for part in parts.values() for tensor in part.values()
+    )
+    assert all(part.keys() for part in parts.values())
+    assert not (path / "model.safetensors").exists()
+    assert read_initial_weights(str(runs[0] / "lamb_full")).keys() == index["weight_map"].keys()
+    assert load_model(path)[0].state_dict().keys() == index["weight_map"].keys()
+    text = runs[1]["lamb_full"][0].text
+    assert "step_00000004 could not be written: Stale file handle (rank 1 on " in text
+    assert "; tried again, " in text
+    (path / "ema-00002-of-00002.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"is damaged: ema-00002-of-00002.safetensors has 0 bytes"):
+        open_checkpoint(path)
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 A checkpoint is a folder `checkpoints/step_00001000/` of safetensors files, the model's configuration and tokenizer, and
 `checkpoint.json` with the size and SHA-256 of every other file. It is written under a temporary name, flushed to disk
 and renamed, so a folder with the final name is whole; what was damaged later is noticed by its checksum. Large files
-are written and summed up in parts, on several threads: their checksum is that of their parts' checksums.
+are written and summed up in parts, on several threads: their checksum is that of their parts' checksums. Where ranks
+divide the state each writes files of its own, NAME-00001-of-00004.safetensors, and NAME.safetensors.index.json says
+which tensor is where, as transformers has it.
 
 torch.distributed.checkpoint is not used: its metadata is a pickle, which is code that a load runs, it has no checksums,
 and its folder is not put in place at once; other programs could not read the weights as they are here.
@@ -34,6 +36,7 @@ from training.status import ABANDONED, checkpoint_folders, folder_name, list_che
 
 FORMAT = 2  # 1 had checksums of whole files alone
 RECORD = "checkpoint.json"
+INDEX = ".safetensors.index.json"  # after the name of what is in several files
 _THREADS = 8  # that write, read and sum up parts of files: Python's lock is free meanwhile
 _PART_BYTES = 2**24
 # Names of types in safetensors files
@@ -69,19 +72,42 @@ class Checkpoint:
     def tensors(
         self, name: str, device: str | torch.device = "cpu", wanted: Callable[[str], bool] = lambda name: True
     ) -> dict[str, torch.Tensor]:
-        """The tensors of `NAME.safetensors` whose names are `wanted`; no others are read."""
-        from safetensors import safe_open
+        """The tensors of the file NAME, or of its parts, whose names are `wanted`; no others are read."""
+        return read_tensors(self.path, name, device, wanted)
 
-        with safe_open(self.path / f"{name}.safetensors", framework="pt", device=str(device)) as file:
-            return {key: file.get_tensor(key) for key in file.keys() if wanted(key)}  # noqa: SIM118 - no dict
+    def holds(self, name: str) -> bool:
+        """Whether there is a file NAME, or parts of it."""
+        return f"{name}.safetensors" in self.record["files"] or f"{name}{INDEX}" in self.record["files"]
 
     def weights(self, average: bool | str) -> dict[str, torch.Tensor]:
         """The weights, or an average of them (`weights_file`). Raises CheckpointError where it is not there."""
         name, files = weights_file(average), self.record["files"]
-        if f"{name}.safetensors" not in files:
+        if not self.holds(name):
             there = ", ".join(file for file in files if file.startswith(("model.", "ema")))
             raise CheckpointError(f"checkpoint {self.path} has no {name}.safetensors; it holds {there}")
         return self.tensors(name)
+
+
+def read_tensors(
+    folder: Path,
+    name: str,
+    device: str | torch.device = "cpu",
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> dict[str, torch.Tensor]:
+    """The `wanted` tensors of `folder/NAME.safetensors`, or of the parts in its index. Raises OSError, ValueError and
+    SafetensorError."""
+    from safetensors import safe_open
+
+    files: dict[str, list[str] | None] = {f"{name}.safetensors": None}  # None: all
+    if (index := folder / f"{name}{INDEX}").is_file():
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {part: [key for key in places if places[key] == part] for part in sorted({*places.values()})}
+    found = {}
+    for part, keys in files.items():
+        if keys is None or any(map(wanted, keys)):
+            with safe_open(folder / part, framework="pt", device=str(device)) as file:
+                found |= {key: file.get_tensor(key) for key in keys or file.keys() if wanted(key)}
+    return found
 
 
 def checkpoint_bytes(parameters: int, further_averages: int = 0) -> int:
@@ -107,6 +133,11 @@ class FileImage:
         self._bounds = bounds
         self.bytes = len(self._header) + end
         self._content: torch.Tensor | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Of its tensors."""
+        return list(self._bounds)
 
     def fill(self, tensors: Mapping[str, torch.Tensor], room: torch.Tensor | None = None) -> FileImage:
         """Copy the tensors into it; copies from a device are only begun where `room` is page-locked.
@@ -146,17 +177,57 @@ def _entry(size: int, digests: list[bytes]) -> dict[str, Any]:
     return {"bytes": size, "sha256": joined, "part_bytes": _PART_BYTES}
 
 
+Files = Mapping[str, Mapping[str, torch.Tensor] | FileImage]  # by name
+
+
+def write_files(folder: Path, tensors: Files, part: str = "") -> dict[str, Any]:
+    """Write safetensors files `NAME{part}.safetensors`; returns what checkpoint.json says of each. Raises OSError."""
+    listing = {}
+    with ThreadPoolExecutor(_THREADS) as pool:  # one file is flushed while the next is written
+        flushed: list[Future[None]] = []
+        for name, of in tensors.items():
+            path = folder / f"{name}{part}.safetensors"
+            image = of if isinstance(of, FileImage) else FileImage(of).fill(of)
+            listing[path.name] = image.write(path, pool)
+            flushed.append(pool.submit(_flush, path))
+        for done in flushed:
+            done.result()
+    return listing
+
+
+def _write_small(folder: Path, files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Write small files by name; returns what checkpoint.json says of each. Raises OSError."""
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+        _flush(folder / name)
+    return {name: _entry(len(data), [hashlib.sha256(data).digest()]) for name, data in files.items()}
+
+
+def write_indexes(folder: Path, places: Mapping[str, Mapping[str, str]], listing: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the indexes of files in parts; returns what checkpoint.json says of each. Raises OSError.
+
+    places: the parts of tensors, by file and name. listing: what `write_files` returned for all parts.
+    """
+    indexes = {}
+    for name, parts in places.items():
+        size = sum(listing[part]["bytes"] for part in set(parts.values()))
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": parts}, indent=1)
+        indexes[f"{name}{INDEX}"] = text.encode()
+    return _write_small(folder, indexes)
+
+
 def write_checkpoint(
     parent: Path,
     step: int,
-    tensors: Mapping[str, Mapping[str, torch.Tensor] | FileImage],
+    tensors: Files | Callable[[Path], dict[str, Any]],
     record: Mapping[str, Any],
     files: Mapping[str, bytes],
     name: str = "",
 ) -> Path:
     """Write `parent/step_XXXXXXXX`, or `parent/NAME`, and return it; an older folder there is replaced at the end.
 
-    tensors: for each safetensors file its named tensors, of which a copy is made file by file, or its filled image.
+    tensors: for each safetensors file its named tensors, of which a copy is made file by file, or its filled image; or
+    what writes them to a folder, as `write_files` does.
     record: further entries of checkpoint.json. files: small files by name. Raises SaveError where the disk is full or
     not writable; nothing that existed before is touched then.
     """
@@ -166,20 +237,8 @@ def write_checkpoint(
         parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        with ThreadPoolExecutor(_THREADS) as pool:  # one file is flushed while the next is written
-            flushed: list[Future[None]] = []
-            listing: dict[str, dict[str, Any]] = {}
-            for name, of in tensors.items():
-                path = temporary / f"{name}.safetensors"
-                image = of if isinstance(of, FileImage) else FileImage(of).fill(of)
-                listing[path.name] = image.write(path, pool)
-                flushed.append(pool.submit(_flush, path))
-            for name, data in files.items():
-                (temporary / name).write_bytes(data)
-                listing[name] = _entry(len(data), [hashlib.sha256(data).digest()])
-                flushed.append(pool.submit(_flush, temporary / name))
-            for done in flushed:
-                done.result()
+        listing = tensors(temporary) if callable(tensors) else write_files(temporary, tensors)
+        listing |= _write_small(temporary, files)
         listing = {name: listing[name] for name in sorted(listing)}
         content = {"format": FORMAT, "step": step, **record, "files": listing}
         write_atomically(temporary / RECORD, json.dumps(content, indent=1).encode())
@@ -358,11 +417,10 @@ def read_initial_weights(source: str) -> dict[str, torch.Tensor]:
     path = Path(source)
     if (path / "checkpoints").is_dir():
         path = locate(path).path
-    file = path / "model.safetensors" if path.is_dir() else path
     try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"--initial_weights: {file} cannot be read as weights: {error}") from error
+        return read_tensors(path, "model") if path.is_dir() else load_file(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"--initial_weights: {path} cannot be read as weights: {error}") from error
 
 
 def training_flags(model: Path) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def _named(path: str, folder: RunView, notes: list[str]) -> tuple[Checkpoint, bo
         checkpoint = locate(path, notes.append)
     except CheckpointError as error:
         raise ConfigError(f"--resume: {error}") from error
-    if "optimizer.safetensors" not in checkpoint.record["files"]:
+    if not checkpoint.holds("optimizer"):
         raise ConfigError(f"--resume {path!r} holds weights alone; --initial_weights starts from them")
     place = checkpoint.path.resolve()
     homes = [home.resolve() for home in (folder.path, *folder.checkpoint_folders)]  # links to another disk among them

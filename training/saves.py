@@ -4,46 +4,52 @@ A save that is not the last one stops training only while the state is copied in
 step's passes even; files are written from there in the background. The next save, a stop, an error and the end of the
 run wait for that; a save that has failed for good is known to all ranks at the next step's agreement.
 
-Rank 0 writes everything. With each rank writing a part, a save that is tried again, or elsewhere, would need all ranks
-to agree in the background, and training would wait no less: for base the copy takes 40 ms (computed).
+Rank 0 writes everything, but of a state that is divided among ranks (--sharding), of which each writes its part.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from data.atomic_io import write_atomically
+from data.atomic_io import memory_left, write_atomically
 from data.objectives import added_objectives
-from training.checkpoint import Checkpoint, FileImage, SaveError, give_name, open_checkpoint, prune, write_checkpoint
-from training.distributed import World, on_main
-from training.ema import weights_file
-from training.errors import NonFiniteError
+from training.checkpoint import (
+    Checkpoint,
+    FileImage,
+    Files,
+    SaveError,
+    checkpoint_bytes,
+    give_name,
+    open_checkpoint,
+    prune,
+    write_checkpoint,
+    write_files,
+    write_indexes,
+)
+from training.distributed import on_main
 from training.inputs import Inputs
 from training.metric_logger import MetricLogger
-from training.optimizers import named_state
 from training.rank_checks import check_ranks
 from training.run_dir import RunFolder, versions
-from training.state import TrainState
+from training.state import Tensors, TrainState, check_finite, state_tensors
 from training.status import RUNNING, StatusFile, checkpoint_folders, list_checkpoints, step_of
-from training.step import InFlightStep
 from training.stopping import Stop, StopConditions, most_urgent
 
 _PAUSE_SECONDS = 1.0  # before a save is tried again: a file server may be on its way back
 _ALIGNMENT = 64  # bytes between beginnings of files in a snapshot
 _LARGEST_PART = 0.5  # of the host's free memory that a snapshot may take
-
-Tensors = Mapping[str, Mapping[str, torch.Tensor]]  # of each file, by name
-_Files = Mapping[str, Mapping[str, torch.Tensor] | FileImage]
 
 
 def save(state: TrainState, saver: Saver | None, last: bool = False) -> None:
@@ -56,9 +62,10 @@ def save(state: TrainState, saver: Saver | None, last: bool = False) -> None:
     check_ranks(state, state.world)  # what differs must not take the place of a good checkpoint
     tensors = state_tensors(state)
     check_finite(state, tensors)
-    if state.gradients.sharded:
-        tensors = {file: _gathered(of, state.world) for file, of in tensors.items()}
-    on_main(state.world, lambda: saver is not None and saver.save(state, tensors, last))
+    waits = on_main(state.world, lambda: saver is not None and saver.save(state, tensors, last))
+    state.write_part(tensors)
+    if waits:
+        on_main(state.world, lambda: saver and saver.finish())
 
 
 def save_and_stop(state: TrainState, saver: Saver | None, conditions: StopConditions) -> Stop:
@@ -66,79 +73,6 @@ def save_and_stop(state: TrainState, saver: Saver | None, conditions: StopCondit
     if on_main(state.world, lambda: saver and saver.finish()) != state.step:
         save(state, saver, last=True)
     return most_urgent(state.world.all_gather_objects(conditions.request, "stop requests"))
-
-
-def answer_spike(
-    state: TrainState, step: InFlightStep, rolls_back: bool, saver: Saver | None, log: MetricLogger
-) -> None:
-    """Say what became of a step that is a spike (--spike_policy), and count it; with `rolls_back`, return all ranks to
-    the last checkpoint. Raises NonFiniteError on all ranks where that has been tried too often."""
-    guard = state.spikes
-    if guard is None:
-        return
-    answer = "its update is left out"
-    if step.spiked and rolls_back:
-        state.world.progress.in_step = False
-        checkpoint = on_main(state.world, lambda: saver and saver.last_checkpoint())
-        if checkpoint is not None and not guard.returns_to(checkpoint.step):
-            raise NonFiniteError(f"step {state.step}: {step.words}, after as many returns to {checkpoint.path} as help")
-        if checkpoint is not None:
-            state.return_to(checkpoint)
-            answer = f"the run returns to the state of {checkpoint.path.name} and goes on with the data after the spike"
-        else:
-            answer += ", as there is no checkpoint yet"
-    if step.words:
-        log.say(f"note: step {state.step}: {step.words}" + f"; {answer}" * step.spiked)
-    step.metrics.update({"stats/spikes": guard.spikes, "stats/rollbacks": guard.rollbacks})
-
-
-def check_finite(state: TrainState, tensors: Tensors) -> None:
-    """Refuse to save weights, averages or moments that are not finite: one norm for each, one look at the device.
-
-    Raises NonFiniteError, on all ranks alike: where each has its part of the state they tell each other, else all hold
-    the same bits (see rank_checks.py).
-    """
-    named = {f"{file}/{name}": value for file, part in tensors.items() for name, value in part.items()}
-    named = {name: value.to(state.world.device) for name, value in named.items() if value.is_floating_point()}
-    finite = torch.isfinite(torch.stack(torch._foreach_norm(list(named.values())))).tolist()
-    bad = [name for name, good in zip(named, finite, strict=True) if not good][:1]
-    if state.gradients.sharded:
-        bad = [name for names in state.world.all_gather_objects(bad, "names of bad state") for name in names]
-    if bad:
-        raise NonFiniteError(f"step {state.step}, before its checkpoint: {bad[0]} is not finite")
-
-
-def state_tensors(state: TrainState) -> Tensors:
-    """All that a checkpoint holds of the state, by file, not copies; of a divided state this rank's part."""
-    others = set[str]()
-    if (owned := state.gradients.owned) is not None:
-        everything = state.model.named_parameters(remove_duplicate=False)
-        others = {name for name, parameter in everything if parameter not in owned}
-    return {
-        "model": {name: tensor for name, tensor in state.model.state_dict().items() if name not in others},
-        "ema": state.ema.state_dict(),
-        **{weights_file(name): average.state_dict() for name, average in state.begun_averages.items()},
-        "optimizer": named_state(state.optimizer, state.model),
-    }
-
-
-def _gathered(own: Mapping[str, torch.Tensor], world: World) -> dict[str, torch.Tensor]:
-    """Tensors of all ranks by name, on rank 0; one that several have is the first one's."""
-    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in own.items()}
-    found: dict[str, torch.Tensor] = {}
-    taken: set[str] = set()
-    for rank, of_rank in enumerate(world.all_gather_objects(shapes, "names of the state")):
-        for name, (dtype, shape) in of_rank.items():
-            if name in taken:
-                continue
-            taken.add(name)
-            mine = rank == world.rank
-            tensor = own[name].to(world.device) if mine else torch.empty(shape, dtype=dtype, device=world.device)
-            with world.collective("gathering of the state"):
-                dist.broadcast(tensor, src=rank)
-            if world.is_main:
-                found[name] = own[name] if mine else tensor.cpu()
-    return found
 
 
 class Snapshot:
@@ -220,19 +154,90 @@ def _runtime() -> Any:
     return torch.cuda.cudart()
 
 
-def memory_left() -> float:
-    """Bytes of memory that this process can still have; infinity where that is not known."""
-    left = math.inf
-    with suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        left = 1024 * next(float(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    with suppress(OSError, ValueError, IndexError, StopIteration):  # a job's limit; what files occupy is free again
-        path = Path("/proc/self/cgroup").read_text().split("::")[1].strip()
-        group = Path("/sys/fs/cgroup") / path.lstrip("/")
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"]) - int(stat["active_file"])
-        left = min(left, int((group / "memory.max").read_text()) - used)
-    return left
+class Parts:
+    """Parts of checkpoints, which the ranks of a divided state write side by side, in the background; rank 0 leads.
+
+    Messages go through a process group of their own, where no other thread can come in between.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        """To be called by all ranks."""
+        self._state, self._world = state, state.world
+        own = sum(average.numel() for average in state.ema.state_dict().values())
+        self.bytes = checkpoint_bytes(own, len(state.averages))  # about
+        self._group: Any = dist.new_group(timeout=timedelta(minutes=self._world.collective_timeout), backend="gloo")
+        self._snapshot: Snapshot | None = None
+        self._writer: threading.Thread | None = None
+        if not self._world.is_main:
+            self._snapshot = Snapshot(self._world.device, self.bytes)
+            state.write_part = self._follow
+
+    def write(self, folder: Path, files: Files) -> dict[str, Any]:
+        """On rank 0 what `write_files` does, with all ranks' parts and an index of them. Raises OSError."""
+        self._tell((str(folder), list(files)))
+        listing: dict[str, Any] = {}
+        places: dict[str, dict[str, str]] = {name: {} for name in files}
+        for written, names, problem in self._gather(self._own(folder, files)):
+            if problem:
+                raise OSError(*problem)
+            listing |= written
+            for (name, keys), part in zip(names.items(), written, strict=True):
+                for key in keys:
+                    places[name].setdefault(key, part)  # what several ranks have is the first one's
+        return listing | write_indexes(folder, places, listing)
+
+    def end(self) -> None:
+        """On rank 0: there is nothing more to write in this save."""
+        with suppress(RuntimeError):  # a rank is gone, which the run hears by its own messages
+            self._tell(None)
+
+    def close(self) -> None:
+        """Wait for what this rank is writing when a run ends."""
+        if self._writer is not None:
+            self._writer.join(60 * self._world.collective_timeout)
+        if self._snapshot is not None and (self._writer is None or not self._writer.is_alive()):
+            self._snapshot.close()
+
+    def _follow(self, tensors: Tensors) -> None:
+        """On the others: write this rank's part where and as often as rank 0 says."""
+        assert self._snapshot is not None
+        if self._writer is not None:
+            self._writer.join()  # it has ended, or is about to: rank 0 begins with the next save
+        images = self._snapshot.take(tensors)
+        self._state.before_update = self._snapshot.hold_updates
+        files: Files = images or tensors
+
+        def write() -> None:
+            with suppress(RuntimeError):
+                while (order := self._tell(None)) is not None:
+                    folder, names = order
+                    self._gather(self._own(Path(folder), {name: files[name] for name in names}))
+
+        self._writer = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._writer.start()
+        if images is None:
+            self._writer.join()
+
+    def _own(self, folder: Path, files: Files) -> tuple[dict[str, Any], dict[str, list[str]], tuple[int, str] | None]:
+        """Write this rank's part: its files, the names of their tensors, and what went wrong."""
+        try:
+            if self._snapshot is not None:
+                self._snapshot.wait()
+            written = write_files(folder, files, f"-{self._world.rank + 1:05}-of-{self._world.size:05}")
+        except Exception as error:  # whatever it is, rank 0 waits to hear of it
+            code, words = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
+            return {}, {}, (code or 0, f"{words or error} (rank {self._world.rank} on {socket.gethostname()})")
+        return written, {name: of.names if isinstance(of, FileImage) else list(of) for name, of in files.items()}, None
+
+    def _tell(self, order: tuple[str, list[str]] | None) -> tuple[str, list[str]] | None:
+        box = [order]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def _gather(self, answer: Any) -> list[Any]:
+        answers: list[Any] | None = [None] * self._world.size if self._world.is_main else None
+        dist.gather_object(answer, answers, dst=0, group=self._group)
+        return answers or []
 
 
 class Saver:
@@ -246,8 +251,10 @@ class Saver:
         conditions: StopConditions,
         status: StatusFile,
         state: TrainState,
+        parts: Parts | None = None,
     ):
-        """state: what the run starts from, which is in a checkpoint already, or follows from the seed."""
+        """state: what the run starts from, which is in a checkpoint already, or follows from the seed. parts: of it,
+        which all ranks write."""
         self._folder, self._inputs, self._log, self._say = folder, inputs, log, log.say
         self._conditions, self._status = conditions, status
         self._parents = checkpoint_folders(folder.path)
@@ -257,7 +264,8 @@ class Saver:
             self._tries.append(self._parents[-1])
         self._failed = 0  # saves in a row
         self._saved_step = state.step
-        self._snapshot = Snapshot(state.world.device, state.checkpoint_bytes)
+        self._parts = parts
+        self._snapshot = Snapshot(state.world.device, parts.bytes if parts else state.checkpoint_bytes)
         self._writer: threading.Thread | None = None
         self._error: Exception | None = None  # of the writer
         self._began = time.monotonic()  # the present save, or the run
@@ -276,8 +284,9 @@ class Saver:
         minutes = self._inputs.config.save_minutes
         return minutes > 0 and step != self._saved_step and time.monotonic() - self._began >= 60 * minutes
 
-    def save(self, state: TrainState, tensors: Tensors, last: bool) -> None:
-        """Begin to write the checkpoints of a step, after those of the step before; to the end for the last ones.
+    def save(self, state: TrainState, tensors: Tensors, last: bool) -> bool:
+        """Begin to write the checkpoints of a step, after those of the step before; returns whether training must wait
+        for the end: as these are the last, or the host lacks memory for a copy.
 
         Raises SaveError where a save has failed and a later one may not help either.
         """
@@ -290,7 +299,7 @@ class Saver:
         if images is None and not self._noted:
             self._noted = True
             self._say("note: the host lacks memory for a copy of the state: training waits while files are written")
-        files: _Files = images or tensors
+        files: Files = images or tensors
         weights_only = inputs.config.save_weights_only
         names = inputs.named_checkpoints.get(step, ())
         record, ledger = self._record(state), json.dumps(inputs.ledger(step), indent=1)
@@ -305,12 +314,14 @@ class Saver:
                     self._write_regular(step, files, record, ledger, last, () if weights_only else names)
             except Exception as error:  # raised again by `finish`
                 self._error = error
+            finally:
+                if self._parts is not None:
+                    self._parts.end()
 
         self._began = began
         self._writer = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._writer.start()
-        if last or images is None:
-            self.finish()
+        return last or images is None
 
     def finish(self) -> int:
         """Wait for what is being written; returns the step of the last save that worked.
@@ -342,7 +353,7 @@ class Saver:
         self._snapshot.close()
 
     def _write_regular(
-        self, step: int, files: _Files, record: Mapping[str, Any], ledger: str, last: bool, names: Sequence[str]
+        self, step: int, files: Files, record: Mapping[str, Any], ledger: str, last: bool, names: Sequence[str]
     ) -> None:
         """Write a checkpoint that a resume can take, and what follows from it. Raises SaveError."""
         path = self._write(step, files, record, last)
@@ -357,7 +368,7 @@ class Saver:
         except OSError as error:
             self._say(f"note: status.json and ledger.json in {self._folder.path} cannot be written: {error.strerror}")
 
-    def _write(self, step: int, files: _Files, record: Mapping[str, Any], last: bool, name: str = "") -> Path | None:
+    def _write(self, step: int, files: Files, record: Mapping[str, Any], last: bool, name: str = "") -> Path | None:
         """Write a checkpoint, or one of weights alone that has a name. None where it failed and a later one may not.
 
         last: there will be no later one. Raises SaveError.
@@ -367,7 +378,8 @@ class Saver:
             try:
                 if parent == self._folder.checkpoints:
                     self._folder.check()
-                path = write_checkpoint(parent, step, files, record, self._files(), name)
+                tensors = files if self._parts is None else partial(self._parts.write, files=files)
+                path = write_checkpoint(parent, step, tensors, record, self._files(), name)
             except SaveError as error:
                 problems.append(str(error))
                 if len(problems) == 1:

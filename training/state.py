@@ -22,6 +22,7 @@ from training.checkpoint import Checkpoint, checkpoint_bytes, read_initial_weigh
 from training.config import ConfigError, TrainingConfig
 from training.distributed import World, on_main
 from training.ema import Ema, weights_file
+from training.errors import NonFiniteError
 from training.forward_backward import ForwardBackward, compile_layers, graph_obstacle, recompute_activations
 from training.gradients import BUCKET_BYTES, GradientBuckets
 from training.loss import SpikeGuard
@@ -30,12 +31,14 @@ from training.optimizers import (
     OptimizerStep,
     load_named_state,
     make_optimizer,
+    named_state,
     takes_over,
 )
 from training.rank_checks import check_same_model
 from training.schedules import steps_of
 from training.status import checkpoint_folders
 
+Tensors = Mapping[str, Mapping[str, torch.Tensor]]  # of each file of a checkpoint, by name
 _INITIALISATION = 301  # purpose of the key that seeds the initial weights
 
 
@@ -45,6 +48,7 @@ class TrainState:
 
     spikes: what --spike_policy knows, None for "none". before_update: called before weights change, which a save may
     still be copying. averages: beside `ema`, by name (config.further_averages).
+    write_part: takes this rank's part of a checkpoint where rank 0 does not write all of it.
     """
 
     step: int
@@ -60,6 +64,7 @@ class TrainState:
     bit_sums: BitSums = field(default_factory=BitSums)
     spikes: SpikeGuard | None = None
     before_update: Callable[[], None] = lambda: None
+    write_part: Callable[[Tensors], None] = lambda tensors: None
 
     @property
     def parameters(self) -> int:
@@ -223,13 +228,46 @@ def _load(
         tensors = checkpoint.tensors("optimizer", world.device, wanted)
         load_named_state(optimizer, model, tensors, step - starts["optimizer"])
     for name, average in averages.items():
-        if f"{weights_file(name)}.safetensors" in checkpoint.record["files"]:
+        if checkpoint.holds(weights_file(name)):
             average.load_state_dict(checkpoint.tensors(weights_file(name), world.device, owned.__contains__))
 
 
 def _begun(averages: Mapping[str, Ema], step: int, starts: Mapping[str, int]) -> dict[str, Ema]:
     """Those that have taken in weights after `step` steps: that of the tail has not before it begins."""
     return {name: average for name, average in averages.items() if name != "tail" or step > starts["tail"]}
+
+
+# What is saved of it
+
+
+def check_finite(state: TrainState, tensors: Tensors) -> None:
+    """Refuse to save weights, averages or moments that are not finite: one norm for each, one look at the device.
+
+    Raises NonFiniteError, on all ranks alike: where each has its part of the state they tell each other, else all hold
+    the same bits (see rank_checks.py).
+    """
+    named = {f"{file}/{name}": value for file, part in tensors.items() for name, value in part.items()}
+    named = {name: value.to(state.world.device) for name, value in named.items() if value.is_floating_point()}
+    finite = torch.isfinite(torch.stack(torch._foreach_norm(list(named.values())))).tolist() if named else []
+    bad = [name for name, good in zip(named, finite, strict=True) if not good][:1]
+    if state.gradients.sharded:
+        bad = [name for names in state.world.all_gather_objects(bad, "names of bad state") for name in names]
+    if bad:
+        raise NonFiniteError(f"step {state.step}, before its checkpoint: {bad[0]} is not finite")
+
+
+def state_tensors(state: TrainState) -> Tensors:
+    """All that a checkpoint holds of the state, by file, not copies; of a divided state this rank's part."""
+    others = set[str]()
+    if (owned := state.gradients.owned) is not None:
+        everything = state.model.named_parameters(remove_duplicate=False)
+        others = {name for name, parameter in everything if parameter not in owned}
+    return {
+        "model": {name: tensor for name, tensor in state.model.state_dict().items() if name not in others},
+        "ema": state.ema.state_dict(),
+        **{weights_file(name): average.state_dict() for name, average in state.begun_averages.items()},
+        "optimizer": named_state(state.optimizer, state.model),
+    }
 
 
 # Initial weights

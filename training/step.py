@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,16 +24,19 @@ from data.plan import DataPlan, StepPlan
 from data.wording import ranks_text
 from model_config import ModelConfig
 from training.config import ConfigError, TrainingConfig
-from training.distributed import World, now, seconds_between
+from training.distributed import World, now, on_main, seconds_between
 from training.errors import NonFiniteError
 from training.inputs import Inputs
 from training.loss import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
-from training.metric_logger import RankStatistics
+from training.metric_logger import MetricLogger, RankStatistics
 from training.optimizers import set_rates
 from training.rank_checks import DivergenceError, RankCheck, begin_check
 from training.schedules import average_decay, decay_factor, learning_rate, mean_decay
 from training.state import TrainState
 from training.summary import flops_per_token, memory_estimate, missing_kernels, peak_flops
+
+if TYPE_CHECKING:
+    from training.saves import Saver
 
 _ESTIMATE_ERROR = 0.1  # of the memory estimate: tests/test_memory.py
 
@@ -145,6 +148,30 @@ def _find_spike(state: TrainState, batch: StepBatch, targets: Sequence[float]) -
         if isinstance(error, DivergenceError) or state.spikes.hopeless():
             raise error
     return spiked, words, norm
+
+
+def answer_spike(
+    state: TrainState, step: InFlightStep, rolls_back: bool, saver: Saver | None, log: MetricLogger
+) -> None:
+    """Say what became of a step that is a spike (--spike_policy), and count it; with `rolls_back`, return all ranks to
+    the last checkpoint. Raises NonFiniteError on all ranks where that has been tried too often."""
+    guard = state.spikes
+    if guard is None:
+        return
+    answer = "its update is left out"
+    if step.spiked and rolls_back:
+        state.world.progress.in_step = False
+        checkpoint = on_main(state.world, lambda: saver and saver.last_checkpoint())
+        if checkpoint is not None and not guard.returns_to(checkpoint.step):
+            raise NonFiniteError(f"step {state.step}: {step.words}, after as many returns to {checkpoint.path} as help")
+        if checkpoint is not None:
+            state.return_to(checkpoint)
+            answer = f"the run returns to the state of {checkpoint.path.name} and goes on with the data after the spike"
+        else:
+            answer += ", as there is no checkpoint yet"
+    if step.words:
+        log.say(f"note: step {state.step}: {step.words}" + f"; {answer}" * step.spiked)
+    step.metrics.update({"stats/spikes": guard.spikes, "stats/rollbacks": guard.rollbacks})
 
 
 def warm_up(state: TrainState, builder: BatchBuilder, split: str, local_batch_size: int) -> str:

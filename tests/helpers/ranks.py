@@ -86,6 +86,22 @@ def fault(function: Callable[[int], Iterator[None]]) -> None:
 
 
 @fault
+def stale_once(rank: int) -> Iterator[None]:
+    """Rank 1 cannot write the first file of its part of a checkpoint."""
+    from training import checkpoint
+
+    flush, failures = checkpoint._flush, [OSError(errno.ESTALE, os.strerror(errno.ESTALE))] * (rank == 1)
+
+    def stale(path: Path) -> None:
+        if failures:
+            raise failures.pop()
+        flush(path)
+
+    with mock.patch.object(checkpoint, "_flush", stale), mock.patch("training.saves._PAUSE_SECONDS", 0.0):
+        yield
+
+
+@fault
 def bad_norm(rank: int) -> Iterator[None]:
     """Rank 1 alone finds an infinite gradient at step 6, after the all_reduce."""
     import train_single_gpu
