@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.tiny_exports import BOS, EOS, environment, make_exported, tokenizer_text
+from helpers.tiny_exports import BOS, EOS, MASK, ROOT, environment, make_exported, tokenizer_text
 from tokenizers import Tokenizer
 
 from model import LTGBert
@@ -134,6 +134,46 @@ def test_evaluation_harness(exported, tmp_path):
     for prompt, sample in zip(PROMPTS, found["samples"]["our_continuations"], strict=True):
         assert sample["filtered_resps"] == [continuation(model, prompt)]
     assert float(found["results"]["our_continuations"]["exact_match,none"]) == 1.0
+
+
+def masked_score(model: LTGBert, context: str, text: str) -> float:
+    """Pseudo-log-likelihood of a text behind a context: each token hidden in turn, read from the state before it."""
+    tokenizer = Tokenizer.from_str(tokenizer_text())
+    read = len(tokenizer.encode(context).ids)
+    row, total = [BOS, *tokenizer.encode(context + text).ids], 0.0
+    for place in range(1 + read, len(row)):
+        ids = torch.tensor([[*row[:place], MASK, *row[place + 1 :]]])
+        with torch.no_grad():
+            hidden = model.encode(ids, torch.zeros_like(ids), False)[0, place - 1]
+            total += float(model.predict(hidden).log_softmax(-1)[row[place]])
+    return total
+
+
+def test_evaluation_harness_with_masked_scores(exported, tmp_path):
+    """Pairs of whole texts, and endings behind a context, by evaluation/harness.py against brute force."""
+    needs("lm-eval")
+    model, folder = exported
+    pairs = [{"sentence_good": good, "sentence_bad": bad} for good, bad in PAIRS]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in pairs))
+    (tmp_path / "pairs.yaml").write_text(PAIR_TASK.format(folder=tmp_path))
+    ends = PAIR_TASK.replace("our_pairs", "our_ends").replace('doc_to_text: ""', 'doc_to_text: "The list"')
+    (tmp_path / "ends.yaml").write_text(
+        ends.replace('target_delimiter: ""', 'target_delimiter: " "').format(folder=tmp_path)
+    )
+    command = [
+        sys.executable, str(ROOT / "evaluation" / "harness.py"), str(folder), "--tasks", "our_pairs", "our_ends",
+        "--include_path", str(tmp_path), "--output", "out.json", "--device", "cpu",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "out.json").read_text())
+    for task, context, space in (("our_pairs", "", ""), ("our_ends", "The list", " ")):
+        for pair, sample in zip(PAIRS, found["samples"][task], strict=True):
+            theirs = [float(answer[0]) for answer in sample["filtered_resps"]]
+            assert theirs == pytest.approx([masked_score(model, context, space + text) for text in pair], abs=1e-4)
+            assert sample["acc"] == (theirs[0] > theirs[1])
 
 
 @pytest.fixture
