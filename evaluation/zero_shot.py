@@ -38,11 +38,15 @@ _TASKS = {
     "blimp": "blimp", "supplement": "blimp", "ewok": "ewok", "entity_tracking": "entity_tracking", "comps": "comps",
     "wug_adj": "wug_adj", "wug_past": "wug_past", READING: READING,
 }  # fmt: skip
+_NO_AGES = (
+    "age of acquisition is not computed, as BabyLM's own code for it is broken, so that no number could be checked; "
+    "evaluation/surprisal.py gives the surprisals that it needs, of each checkpoint"
+)
 _LEFT_OUT = {
     "glue": "fine-tuning, by evaluation/finetune.py",
     "superglue": "fine-tuning, by evaluation/finetune.py",
-    "cdi": "age of acquisition is not computed",
-    "aoa": "age of acquisition is not computed",
+    "cdi": _NO_AGES,
+    "aoa": _NO_AGES,
 }
 _EWOK_FIELDS = ("ContextType", "ContextDiff", "TargetDiff")
 _Z = 1.959963984540054  # 97.5 % quantile of the standard normal distribution

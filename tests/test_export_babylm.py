@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_evaluation import PLACES, write_pipeline
 from helpers.tiny_exports import BOS, EOS, MASK, library, load, make_checkpoint, make_exported, random_model
 
 from evaluation import babylm, minimal_pairs
@@ -80,7 +81,7 @@ def test_zero_shot_backends_choose_as_our_script_does(exported, tmp_path, backen
 
 
 def completions(folder: Path) -> dict[str, list[list[tuple[str, str]]]]:
-    """Files of the tasks other than pairs and reading; by task the (prefix, completion) of each item's choices."""
+    """Files of the tasks other than reading; by task the (prefix, completion) of each item's choices."""
     files: dict[str, list[tuple[dict[str, Any], list[tuple[str, str]]]]] = {}
     for number, (good, bad) in enumerate(sentence_pairs(12)):
         context, options = f"The {WORDS[number % 10]} of", [f" {text}" for text in (good, bad, f"{bad}.", "a", "of it")]
@@ -91,6 +92,8 @@ def completions(folder: Path) -> dict[str, list[list[tuple[str, str]]]]:
         tracking = {"input_prefix": context, "options": options, "numops": number % 3}
         files.setdefault("entity_tracking", []).append((tracking, [(context, option) for option in options]))
         wug = {"sentences": f"{good}\t{bad}", "ratio": number / 12}
+        pair = {"sentence_good": good, "sentence_bad": bad, "UID": "x", "field": "f", "linguistics_term": "t"}
+        files.setdefault("blimp", []).append((pair, [("", good), ("", bad)]))
         files.setdefault("wug_past", []).append((wug, [("", good), ("", bad)]))
     for name, lines in files.items():
         (folder / name).mkdir(parents=True)
@@ -117,6 +120,39 @@ def test_every_suite_chooses_as_the_backends_do(exported, tmp_path, backend, aut
             uid = {"ewok": "d", "entity_tracking": f"x_{number % 3}_ops"}.get(task, "x")
             predicted = lines[uid][number // 3 if task == "entity_tracking" else number]
             assert first - second < 1e-4 or predicted == "".join(choices[scores.index(first)])
+
+
+@torch.no_grad()
+def word_surprisal(model: Any, processor: Any, text: str, word: str, backend: str) -> float:
+    """Nats of a word behind a text: causal as a completion; masked its tokens one by one, the first of three masks."""
+    word = f" {word}" if text else word
+    if backend == "causal":
+        return -completion_score(model, processor, text, word, backend)
+    row, total = processor(text)["input_ids"], 0.0
+    for token in processor(word, add_special_tokens=False)["input_ids"]:
+        inputs = torch.tensor([[*row, *[processor.mask_token_id] * 3]])
+        logits = model(input_ids=inputs, attention_mask=torch.ones_like(inputs)).logits[0, len(row)]
+        total -= float(logits.log_softmax(-1)[token])
+        row = [*row, token]
+    return total
+
+
+@pytest.mark.parametrize(("backend", "auto"), [("causal", "AutoModelForCausalLM"), ("mlm", "AutoModelForMaskedLM")])
+def test_reading_gives_the_surprisals_that_the_backends_give(exported, tmp_path, backend, auto):
+    data = write_pipeline(tmp_path / "data") / "reading"
+    checkpoint = make_checkpoint(tmp_path / "run", random_model("gpt-bert"))
+    command = [str(checkpoint), "--data", str(data), "--device", "cpu", "--output", str(tmp_path / "out")]
+    assert babylm.main([*command, "--mode", "masked" if backend == "mlm" else backend]) == 0
+    [file] = (tmp_path / "out").glob(f"run/*/zero_shot/{backend}/reading/reading_data/predictions.json")
+    lines = json.loads(file.read_text())["reading"]["predictions"]
+    processor = library().AutoProcessor.from_pretrained(exported, trust_remote_code=True, padding_side="right")
+    model = load(auto, exported)
+    for line, (text, word, text_before, word_before) in zip(lines, PLACES, strict=False):
+        expected = word_surprisal(model, processor, text, word, backend)
+        assert line["pred"] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+        if word_before:
+            expected = word_surprisal(model, processor, text_before, word_before, backend)
+            assert line["prev_pred"] == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 def test_completions_of_a_context_add_up_to_the_sentence(exported):
