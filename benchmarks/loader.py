@@ -9,6 +9,11 @@ rows at several lengths on one thread, masks and labels included, and prints the
 
 writes it as so many shards, one number after the other, and prints what an epoch's index costs a document and a step's
 rows cost in CPU time, and what rows cost whose tokens are not in memory.
+
+    python benchmarks/loader.py --sparse 10000
+
+times starts with so many shards of 100 M tokens and 100,000 documents each (0.8 MB each on the disk, as their tokens
+are holes), in both orders, with the memory that they take.
 """
 
 from __future__ import annotations
@@ -20,7 +25,9 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
@@ -37,7 +44,7 @@ from data.loader import BatchBuilder
 from data.masking import MaskingOptions
 from data.objectives import CAUSAL, MASKED
 from data.plan import DataPlan, RowRange
-from data.shards import describe_shard, write_manifest, write_shard
+from data.shards import write_manifest, write_shard
 from data.stream import TokenStream
 
 _MICRO_BATCH_TOKENS = 32768
@@ -129,13 +136,13 @@ def measure_shards(corpus: Corpus, rows: int = 2048, length: int = 128, repeats:
     }
 
 
-def measure_blocks(folder: Path, order: BlockOrder, length: int = 128, rows: int = 8192) -> dict[str, float]:
+def measure_blocks(path: str, order: BlockOrder, length: int = 128, rows: int = 8192) -> dict[str, float]:
     """An epoch in an order of blocks that begins with nothing in memory: time to the first batch, and tokens a second
     of wall-clock and of CPU time, then of CPU time once more with all in memory."""
     results: dict[str, float] = {}
     for name in ("cold", "warm"):
         start, used = time.perf_counter(), time.process_time()
-        corpus = Corpus(folder, tokenizer_hash=None, bos_id=1, eos_id=2, order=order)
+        corpus = Corpus(path, tokenizer_hash=None, bos_id=1, eos_id=2, order=order)
         steps = min(_MOST_STEPS, corpus.tokens_before_epoch(1) // (rows * length))
         plan = DataPlan(steps, length, rows, 1, hybrid_numerator=0, hybrid_denominator=1, milestones=())
         builder = BatchBuilder(corpus, plan, MaskingOptions(vocab_size=16384))
@@ -151,14 +158,64 @@ def measure_blocks(folder: Path, order: BlockOrder, length: int = 128, rows: int
     return {**results, "resident_bytes": resident_bytes(), "shards": len(corpus.shards)}
 
 
-def link_copies(folder: Path, copies: int) -> None:
-    """As many links to each shard, beside it, and a manifest of all."""
-    files = [describe_shard(path) for path in sorted(folder.glob("*.shard"))]
-    for number, file in itertools.product(range(copies), list(files)):
-        name = f"copy_{number:05d}_{file.file}"
-        os.link(folder / file.file, folder / name)
-        files.append(replace(file, file=name))
+def write_sparse(folder: Path, number: int, documents: int = 100_000, mean_length: int = 1000) -> None:
+    """Shards of 100,000 documents of random lengths whose tokens, all 0, take no room on the disk, and a manifest."""
+    tokens, generator, files = documents * mean_length, np.random.default_rng(0), []
+    zeros = np.zeros(mean_length, np.uint16)
+    template = write_shard(folder / "template", itertools.repeat(zeros, documents), "0" * 64, 16384)
+    with (folder / "template").open("rb") as file:
+        header = file.read(256)
+    (folder / "template").unlink()
+    for shard in range(number):
+        path = folder / f"shard_{shard:05d}.shard"
+        cuts = np.sort(generator.integers(0, tokens, documents - 1))
+        with path.open("wb") as file:
+            file.write(header)
+            file.seek(template.bytes - 8 * (documents + 1))
+            file.write(np.array([0, *cuts, tokens], "<u8").tobytes())
+        files.append(replace(template, file=path.name, sha256=f"{shard:064x}"))
     write_manifest(folder, files, "0" * 64, 16384, {})
+
+
+def measure_start(folder: Path, order: BlockOrder | None) -> dict[str, float]:
+    """Rank 0 of 8, hybrid 15/16, up to its first batch: seconds, of which CPU time, and the GB of memory beyond those
+    that the process had: its own, and all, with what it maps of files. To be called in a process of its own."""
+
+    def memory() -> np.ndarray:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+        found = {line.split()[0]: int(line.split()[1]) / 1e6 for line in lines}
+        return np.array([found["Anonymous:"], found["Rss:"]])
+
+    torch.set_num_threads(1)
+    before, start, used = memory(), time.perf_counter(), time.process_time()
+    corpus = Corpus(folder, tokenizer_hash=None, bos_id=1, eos_id=2, order=order)
+    corpus.identity()
+    opened = time.perf_counter() - start
+    plan = DataPlan(1000, 128, 32768, 1, hybrid_numerator=15, hybrid_denominator=16, milestones=())
+    builder = BatchBuilder(corpus, plan, MaskingOptions(vocab_size=16384))
+    builder.step(0, 0, 8, "rows", 256)
+    own, resident = (memory() - before).tolist()
+    return {
+        "documents": corpus.num_documents,
+        "seconds": time.perf_counter() - start,
+        "of_which_opening": opened,
+        "cpu_seconds": time.process_time() - used,
+        "own_gb": own,
+        "resident_gb": resident,
+    }
+
+
+def measure_starts(options: argparse.Namespace) -> list[dict[str, float]]:
+    """`measure_start` in both orders."""
+    results = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        write_sparse(Path(folder), options.sparse)
+        for order in (BlockOrder(1 << 20, 1 << 29), None):
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                found = pool.submit(measure_start, Path(folder), order).result()
+            print("blocks:" if order else "documents:", {name: round(value, 2) for name, value in found.items()})
+            results.append(found)
+    return results
 
 
 def mix_of(folder: Path) -> Path:
@@ -175,8 +232,7 @@ def scale_shards(options: argparse.Namespace) -> list[dict[str, float]]:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             write_corpus(Path(folder), options.tokens, options.mean_length, -(-options.tokens // number))
             if options.blocks:
-                link_copies(Path(folder), options.copies)
-                found = measure_blocks(Path(folder), BlockOrder(options.blocks, options.window))
+                found = measure_blocks(f"{folder}/*.shard", BlockOrder(options.blocks, options.window))
                 print({name: round(value, 2) for name, value in found.items()}, flush=True)
                 results.append(found)
                 continue
@@ -202,12 +258,15 @@ def main() -> int:
     )
     parser.add_argument("--mix", action="store_true", help="with --shards: each shard is a source of a mix")
     parser.add_argument("--blocks", type=int, default=0, help="with --shards: tokens of a block (default: documents)")
-    parser.add_argument("--copies", type=int, default=0, help="with --blocks: links to each shard beside it (none)")
+    parser.add_argument("--sparse", type=int, default=0, help="time and memory of starts with so many sparse shards")
     parser.add_argument("--window", type=int, default=1 << 26, help="tokens within which rows are shuffled (2^26)")
     parser.add_argument("--folder", default=None, help="where to write the corpus (default: a temporary folder)")
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.sparse:
+        write_results(options, results=measure_starts(options))
+        return 0
     if options.shards:
         write_results(options, results=scale_shards(options))
         return 0

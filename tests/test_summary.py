@@ -67,3 +67,7 @@ def test_the_start_says_what_is_slower_than_it_might_be(tmp_path, monkeypatch):
     assert "CUDA graphs" not in told()
     assert "by auto" not in told(hybrid_split="ranks") + told(hybrid_split="rows")
     assert "CUDA graphs   off: --data_fingerprint reads each batch's inputs" in told(data_fingerprint=True)
+    assert "an index of all documents" not in told()
+    monkeypatch.setattr("training.summary._MANY_DOCUMENTS", 50)
+    assert "an index of all documents: 0.0 GB of memory a node and some 0 s before the first step" in told()
+    assert "an index of all documents" not in told(order="blocks", block_tokens=500)

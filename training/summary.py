@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from data.documents import BLOCK
 from data.loader import micro_batch_rows
 from data.mask_rates import MaskRates
 from data.objectives import OBJECTIVES
@@ -46,6 +47,8 @@ _PEAK_FLOPS = {
     "MI250": 181e12,
     "MI250X": 191.5e12,
 }
+
+_MANY_DOCUMENTS = 50_000_000  # whose index takes long enough to be told
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -149,6 +152,12 @@ def _data_lines(inputs: Inputs) -> str:
     lines = [f"{size}; this run reads {' and '.join(reads)}", *inputs.builder.mix.lines()]
     if (roles := inputs.config.special_tokens) != OURS:
         lines.append(f"special tokens {roles}; {len(inputs.builder.options.special_ids):,} ids are no words")
+    if corpus.blocks is None and corpus.num_documents >= _MANY_DOCUMENTS:
+        size = corpus.num_documents * (8 + sum(count > 0 for count in epochs) * 8 / BLOCK) / 1e9
+        lines.append(
+            f"an index of all documents: {size:.1f} GB of memory a node and some {corpus.num_documents * 15e-8:.0f} s "
+            "before the first step; begun with --order blocks, a run needs neither"
+        )
     return ("\n" + " " * 16).join(lines)
 
 
