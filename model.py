@@ -106,6 +106,7 @@ class LTGBert(PretrainingModel):
     """
 
     model_type: ClassVar[str] = "ltg-bert"
+    takes_ends: ClassVar[bool] = True
     encoder_class: ClassVar[type[Encoder]] = Encoder
     roles: ClassVar[Mapping[str, str]] = {
         "embedding": "embedding",

@@ -32,6 +32,7 @@ class PretrainingModel(nn.Module, ABC):
     """
 
     config: ModelConfig
+    takes_ends: ClassVar[bool] = False  # whether `causal` of `encode` may be an end for each token
     roles: ClassVar[Mapping[str, str]] = {}  # part of a parameter's name -> its group in stats/grad_norm/GROUP
     projections: Mapping[str, int] = MappingProxyType(
         {}
@@ -50,8 +51,9 @@ class PretrainingModel(nn.Module, ABC):
         """Hidden states [B, T, D] of input_ids int64 [B, T].
 
         document_ids: int64 [B, T]; tokens attend only inside their document (a run of one id), and -1 is padding,
-        which attends nothing. causal: a bool, or bool [B] with one flag for each row. dropout: keys of the rows'
-        dropout, used in training mode alone.
+        which attends nothing. causal: a bool, bool [B] with one flag for each row, or, where the class `takes_ends`,
+        int [B, T], the column up to which each token also attends to what is ahead of it (data/reading.py). dropout:
+        keys of the rows' dropout, used in training mode alone.
         """
 
     @abstractmethod

@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.objectives import OBJECTIVES
+from data.objectives import OBJECTIVES, Objective
 
 if TYPE_CHECKING:  # reports read ledgers without torch
     from data.corpus import Corpus
     from data.epochs import Epochs
 
 
-def make_ledger(corpus: Corpus, epochs: Sequence[Epochs], positions: Sequence[int], step: int) -> dict[str, Any]:
+def make_ledger(
+    corpus: Corpus,
+    epochs: Sequence[Epochs],
+    positions: Sequence[int],
+    step: int,
+    objectives: Sequence[Objective] = OBJECTIVES,
+) -> dict[str, Any]:
     """What the streams have delivered after `step` steps, as JSON.
 
     epochs, positions: of each objective's stream, and the tokens read of it. Every entry has `tokens` (`<s>` and `</s>`
@@ -40,7 +46,7 @@ def make_ledger(corpus: Corpus, epochs: Sequence[Epochs], positions: Sequence[in
         }
 
     everything = slice(None)
-    by_objective = zip(OBJECTIVES, used, strict=True)
+    by_objective = zip(objectives, used, strict=True)
     sources = []
     for number, source in enumerate(corpus.sources):
         one = slice(number, number + 1)
@@ -51,7 +57,7 @@ def make_ledger(corpus: Corpus, epochs: Sequence[Epochs], positions: Sequence[in
                 "path": source.path,
                 **{f"{key}_held": value for key, value in holds.items()},
                 **entry(used.sum(axis=0)[one], one),
-                "objectives": {each.name: entry(used[n, one], one) for n, each in enumerate(OBJECTIVES)},
+                "objectives": {each.name: entry(used[n, one], one) for n, each in enumerate(objectives)},
             }
         )
     return {

@@ -22,15 +22,16 @@ from data.documents import UNSCORED
 from data.mask_rates import SCHEDULED, MaskRates
 from data.masking import PADDING, MaskingOptions, ModelInputs, RowRates, build_inputs, row_counts, target_weights
 from data.mix_plan import MixPlan
-from data.objectives import MASKING, OBJECTIVES
+from data.objectives import numbers_of
 from data.plan import DataPlan, RowRange, StepPlan, rows_of_rank
+from data.reading import row_ends
 from data.row_shuffle import RowShuffle
 from data.stop_event import stop_event
 from data.stream import TokenStream
 
 _CLOSE_SECONDS = 5.0
 # Fields of RowBatch that go to the device.
-TENSORS = ("tokens", "row_keys", "objective", "mask_counts", "origins", "target_weights", "scored")
+TENSORS = ("tokens", "row_keys", "objective", "mask_counts", "origins", "target_weights", "scored", "ends")
 WEIGHT_UNITS = 1 << 23  # in which sums of weights are exact: float32 numbers from 1 on are multiples of 1 / this
 _COUNTS = ("targets", "documents")  # and those that the host keeps
 
@@ -40,10 +41,11 @@ class RowBatch:
     """R rows of T tokens. Tensors lie on the CPU until `to` moves them; the counts are known on the host at once.
 
     tokens: int32 [R, T+1] (see masking.py), `<s>` in the first column with MaskingOptions.row_start. row_keys: int64
-    [R]. objective: int64 [R], numbers in OBJECTIVES. mask_counts: int64 [R]. origins: int64 [R, T+1] or None.
+    [R]. objective: int64 [R], numbers in the run's objectives. mask_counts: int64 [R]. origins: int64 [R, T+1] or None.
     target_weights: float32 [R], what each target of a row weighs beside others of its objective, or None where all
-    weigh 1. scored: bool [R, T+1], the tokens that are targets of objectives with all targets, or None for all. On the
-    host, of each row by objective, int64 [len(OBJECTIVES), R]: targets, and documents, as many as the row touches or
+    weigh 1. scored: bool [R, T+1], the tokens that are targets of objectives with all targets, or None for all. ends:
+    int32 [R, T] of data/reading.py, or None in runs without rows that look ahead. On the host, of each row by
+    objective, int64 [objectives, R]: targets, and documents, as many as the row touches or
     more; none in the lines of other objectives than the row's.
     """
 
@@ -54,6 +56,7 @@ class RowBatch:
     origins: torch.Tensor | None
     target_weights: torch.Tensor | None
     scored: torch.Tensor | None
+    ends: torch.Tensor | None
     targets: np.ndarray
     documents: np.ndarray
 
@@ -77,15 +80,15 @@ class RowBatch:
         counts: dict[str, Any] = {name: getattr(self, name)[:, begin:end] for name in _COUNTS}
         return replace(self._map(lambda tensor: tensor[begin:end]), **counts)
 
-    @property
-    def has_masks(self) -> bool:
+    def has_masks(self, options: MaskingOptions) -> bool:
         """Whether there are rows in which spans are masked, be it none of their tokens."""
-        return bool(self.documents[list(MASKING)].any())
+        return bool(self.documents[list(numbers_of(lambda each: each.mask, options.objectives))].any())
 
     def inputs(self, options: MaskingOptions) -> ModelInputs:
         """Model inputs and labels, computed on the device of the tensors."""
         tensors = (self.tokens, self.row_keys, self.objective, self.mask_counts)
-        return build_inputs(*tensors, options, self.origins, self.scored, draw_masks=self.has_masks)
+        more = (self.origins, self.scored, self.ends)
+        return build_inputs(*tensors, options, *more, draw_masks=self.has_masks(options))
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,12 @@ class StepBatch:
 
     @property
     def targets(self) -> np.ndarray:
-        """Targets of this rank by objective; int64 [len(OBJECTIVES)]."""
+        """Targets of this rank by objective; int64 [objectives]."""
         return self.batch.targets.sum(axis=1)
 
     @property
     def target_weights(self) -> np.ndarray:
-        """What these weigh together, in units of 1 / WEIGHT_UNITS; int64 [len(OBJECTIVES)]."""
+        """What these weigh together, in units of 1 / WEIGHT_UNITS; int64 [objectives]."""
         weights = self.batch.target_weights
         units = 1.0 if weights is None else weights.numpy().astype(np.float64)
         return (self.batch.targets * np.int64(WEIGHT_UNITS) * units).astype(np.int64).sum(axis=1)
@@ -133,9 +136,12 @@ def _pack(tokens, keys, objective: int, rates: RowRates, options: MaskingOptions
         tokens = tokens - UNSCORED * ~scored
     if options.row_start:
         tokens[:, 0] = options.bos_id
-    targets = np.zeros((len(OBJECTIVES), len(tokens)), np.int64)
-    masked, targets[objective] = row_counts(OBJECTIVES[objective], tokens, keys, rates, options, scored)
-    weights = target_weights(OBJECTIVES[objective], tokens, masked, options)
+    of, ends = options.objectives[objective], None
+    if any(each.looks_ahead for each in options.objectives):
+        ends = row_ends(of, tokens, keys, options)
+    targets = np.zeros((len(options.objectives), len(tokens)), np.int64)
+    masked, targets[objective] = row_counts(of, tokens, keys, rates, options, scored, ends)
+    weights = target_weights(of, tokens, masked, options)
     documents = np.zeros_like(targets)
     documents[objective] = np.count_nonzero(tokens[:, 1:-1] == options.bos_id, axis=1) + 2  # a row's start, its padding
     return RowBatch(
@@ -146,15 +152,17 @@ def _pack(tokens, keys, objective: int, rates: RowRates, options: MaskingOptions
         origins=None if origins is None else torch.from_numpy(origins),
         target_weights=None if weights is None else torch.from_numpy(weights),
         scored=None if scored is None else torch.from_numpy(scored),
+        ends=None if ends is None else torch.from_numpy(ends),
         targets=targets,
         documents=documents,
     )
 
 
 class ReadAhead:
-    """Threads that read what is needed later, each piece of work once."""
+    """Threads that read what is needed later, each piece of work once; they know of the last `kept`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
         self._begun: dict[tuple[int, int], threading.Thread] = {}
 
     def is_new(self, name: tuple[int, int]) -> bool:
@@ -172,7 +180,7 @@ class ReadAhead:
 
         self._begun[name] = threading.Thread(target=in_turn, name="read ahead", daemon=True)
         self._begun[name].start()
-        while len(self._begun) > 2 * len(OBJECTIVES):  # of this window and the next
+        while len(self._begun) > self._kept:
             del self._begun[next(iter(self._begun))]
 
 
@@ -181,13 +189,13 @@ class BatchBuilder:
 
     def __init__(self, corpus: Corpus, plan: DataPlan, options: MaskingOptions):
         self.corpus, self.plan, self.options = corpus, plan, options
-        keys = [plan.stream_key(objective) for objective in range(len(OBJECTIVES))]
+        keys = [plan.stream_key(objective) for objective in range(len(plan.objectives))]
         self.mix = MixPlan(corpus, plan)
         epochs = self.mix.epochs
         self._streams = [TokenStream(corpus, key, of) for key, of in zip(keys, epochs, strict=True)]
         window = corpus.block_order.window if corpus.block_order else None
         self._orders = [RowShuffle(epochs[n], key, plan.spans(n), window) for n, key in enumerate(keys)]
-        self._ahead = ReadAhead()
+        self._ahead = ReadAhead(2 * len(keys))  # this window and the next
 
     def rows(self, step: StepPlan, wanted: RowRange) -> RowBatch:
         """The rows of one objective."""

@@ -14,6 +14,7 @@ can replace the published loader's per-token counters.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache, reduce
 from itertools import permutations
@@ -25,7 +26,7 @@ import torch
 from data.counter_rng import fold_numpy, fold_torch, logical_right_shift, signed
 from data.documents import OCCURRENCE_SHIFT
 from data.mask_rates import MaskRates
-from data.objectives import ALL_TARGETS, CAUSAL_ATTENTION, NOT_MASKING, Objective
+from data.objectives import OBJECTIVES, Objective, numbers_of
 
 IGNORE_INDEX = -100
 PADDING = -1  # token id behind the end of a validation stream
@@ -59,6 +60,7 @@ class MaskingOptions:
     word_beginnings: bytes = b""  # a byte for each id, 1 where a word begins; spans are then whole words
     row_start: bool = True  # whether a row's first input is `<s>`, also where the row goes on in a document
     seed: int = 0  # of `even` masking, whose spans belong to the corpus and not to a row
+    objectives: tuple[Objective, ...] = OBJECTIVES  # of the run
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class ModelInputs:
     input_ids: torch.Tensor
     labels: torch.Tensor  # IGNORE_INDEX where nothing is predicted
     document_ids: torch.Tensor  # counts documents within the row; -1 is padding
-    causal: torch.Tensor  # bool [B]
+    causal: torch.Tensor  # bool [B], or int32 [B, T] where rows look ahead: the column up to which each token sees
     objective: torch.Tensor  # int64 [B], the number of each row's
 
 
@@ -124,17 +126,21 @@ def _beta_table(a: float, b: float) -> tuple[np.ndarray, np.ndarray]:
     return sums / sums[-1], np.arange(_BETA_TABLE + 1) / _BETA_TABLE
 
 
-def maskable_counts(tokens: np.ndarray, options: MaskingOptions) -> np.ndarray:
-    """How many tokens of each row may be masked: [B, T+1] -> int64 [B]."""
-    is_special = _specials(options.vocab_size, options.special_ids)
-    return np.count_nonzero(~is_special[tokens[:, 1:]], axis=1)
+def maskable_counts(tokens: np.ndarray, options: MaskingOptions, among: np.ndarray | None = None) -> np.ndarray:
+    """How many tokens of each row may be masked, among those of bool [B, T+1]: [B, T+1] -> int64 [B]."""
+    words = ~_specials(options.vocab_size, options.special_ids)[tokens[:, 1:]]
+    return np.count_nonzero(words if among is None else words & among[:, 1:], axis=1)
 
 
 def masked_counts(
-    tokens: np.ndarray, row_keys: np.ndarray, p: float | np.ndarray, options: MaskingOptions
+    tokens: np.ndarray,
+    row_keys: np.ndarray,
+    p: float | np.ndarray,
+    options: MaskingOptions,
+    among: np.ndarray | None = None,
 ) -> np.ndarray:
     """How many tokens of each row are masked: floor(p * n + u). tokens [B, T+1], keys [B] -> int64 [B]."""
-    maskable = maskable_counts(tokens, options)
+    maskable = maskable_counts(tokens, options, among)
     uniform = (fold_numpy(row_keys, np.array([_COUNT])) >> np.uint64(11)) * 2.0**-53
     return np.floor(p * maskable + uniform).astype(np.int64)
 
@@ -155,18 +161,23 @@ def row_counts(
     rates: RowRates,
     options: MaskingOptions,
     scored: np.ndarray | None = None,
+    ends: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """How many tokens of each row of an objective are masked and how many are targets; int64 [B] each.
 
-    scored: as in `build_inputs`."""
-    masked = np.zeros(len(tokens), np.int64)
+    scored, ends: as in `build_inputs`."""
+    masked, seen = np.zeros(len(tokens), np.int64), None
+    if objective.looks_ahead and ends is not None:
+        seen = np.pad(ends > np.arange(1, tokens.shape[1]), ((0, 0), (1, 0)))
+        scored = ~seen if scored is None else scored & ~seen
     if objective.mask:
         p = np.minimum(1.0, objective.mask * rates.of(row_keys))
         if rates.distribution.continuous:
-            masked = np.ceil(p * maskable_counts(tokens, options)).astype(np.int64)
+            masked = np.ceil(p * maskable_counts(tokens, options, seen)).astype(np.int64)
         else:
-            masked = masked_counts(tokens, row_keys, p, options)
-    return masked, token_counts(tokens, options, scored) if objective.all_targets else masked
+            masked = masked_counts(tokens, row_keys, p, options, seen)
+    targets = token_counts(tokens, options, scored) if objective.all_targets else masked
+    return masked, targets + masked if objective.looks_ahead else targets
 
 
 def target_weights(
@@ -191,6 +202,17 @@ def _rows_of(objective: torch.Tensor, numbers: tuple[int, ...]) -> torch.Tensor:
     return reduce(torch.logical_or, [objective == number for number in numbers])
 
 
+def _ways(objective: torch.Tensor, options: MaskingOptions) -> Iterator[torch.Tensor]:
+    """Which rows are causal, have no masks, and have all tokens as targets; bool [B] each."""
+    # Of the same objectives once: of the published two, causal rows are those without masks and with all targets.
+    kinds = [
+        numbers_of(wanted, options.objectives)
+        for wanted in (lambda each: each.causal, lambda each: not each.mask, lambda each: each.all_targets)
+    ]
+    rows = {numbers: _rows_of(objective, numbers) for numbers in dict.fromkeys(kinds)}
+    return (rows[numbers] for numbers in kinds)
+
+
 def build_inputs(
     tokens: torch.Tensor,
     row_keys: torch.Tensor,
@@ -199,15 +221,17 @@ def build_inputs(
     options: MaskingOptions,
     origins: torch.Tensor | None = None,
     scored: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
     *,
     draw_masks: bool = True,
 ) -> ModelInputs:
     """Inputs and labels of a micro-batch, on the device of its tensors and without host synchronisation.
 
     tokens: [B, T+1] integers, PADDING behind the end of the data. row_keys: int64 [B]. objective: int64 [B], numbers
-    in OBJECTIVES. mask_counts: int64 [B], from `row_counts`. origins: int64 [B, T+1] from TokenStream.read, needed for
-    `even` masking. scored: bool [B, T+1], the tokens that are targets of objectives with all targets; None for all.
-    Masked rows mask everywhere. draw_masks: False where the caller knows that no row has masks, which saves the work.
+    in options.objectives. mask_counts: int64 [B], from `row_counts`. origins: int64 [B, T+1] from TokenStream.read,
+    needed for `even` masking. scored: bool [B, T+1], the tokens that are targets of objectives with all targets; None
+    for all. ends: int32 [B, T] of data/reading.py, in runs with rows that look ahead. Masked rows mask everywhere.
+    draw_masks: False where the caller knows that no row has masks, which saves the work.
     """
     tokens = tokens.long()
     padding = tokens == PADDING
@@ -215,20 +239,22 @@ def build_inputs(
     documents = (tokens == options.bos_id).cumsum(1).masked_fill(padding, -1)
     owned = tokens[:, 1:]
 
-    # Of the same objectives once: of the published two, causal rows are those without masks and with all targets.
-    kinds = (CAUSAL_ATTENTION, NOT_MASKING, ALL_TARGETS)
-    rows = {numbers: _rows_of(objective, numbers) for numbers in dict.fromkeys(kinds)}
-    causal, unmasked, whole = (rows[numbers] for numbers in kinds)
-
-    unseen = padding[:, 1:] if options.bos_ends else (owned == options.bos_id) | padding[:, 1:]
+    causal, unmasked, whole = _ways(objective, options)
+    no_targets = padding[:, 1:] if options.bos_ends else (owned == options.bos_id) | padding[:, 1:]
     if scored is not None:
-        unseen = unseen | ~scored[:, 1:]
-    all_labels = owned.masked_fill(unseen, IGNORE_INDEX)
+        no_targets = no_targets | ~scored[:, 1:]
+    unmasked, whole = unmasked[:, None], whole[:, None]
+    if ends is not None:
+        shown = ends > torch.arange(1, tokens.shape[1], device=tokens.device)  # output i sees token i + 1
+        ahead = _rows_of(objective, numbers_of(lambda each: each.looks_ahead, options.objectives))[:, None]
+        unmasked, shown, causal = unmasked | (ahead & ~shown), ahead & shown, ends
+        no_targets, whole = no_targets | shown, whole & ~shown
+    all_labels = owned.masked_fill(no_targets, IGNORE_INDEX)
     document_ids = documents[:, :-1]
     if not draw_masks:
         return ModelInputs(tokens[:, :-1], all_labels, document_ids, causal, objective)
     is_special, _ = _specials_and_words(options.vocab_size, options.special_ids, tokens.device)
-    maskable = ~is_special[owned] & ~padding[:, 1:] & ~unmasked[:, None]
+    maskable = ~is_special[owned] & ~padding[:, 1:] & ~unmasked
     begins = None
     if options.word_beginnings:
         begins = _word_beginnings(options.word_beginnings, tokens.device)[owned] | is_special[tokens[:, :-1]]
@@ -239,7 +265,7 @@ def build_inputs(
     corrupted = torch.where(selected, _replacements(owned, row_keys, span_key, options), owned)
     return ModelInputs(
         input_ids=torch.cat([tokens[:, :1], corrupted[:, :-1]], dim=1),
-        labels=torch.where(whole[:, None], all_labels, masked_labels),
+        labels=torch.where(whole, all_labels, masked_labels),
         document_ids=document_ids,
         causal=causal,
         objective=objective,

@@ -14,11 +14,9 @@ import numpy as np
 
 from data.corpus import Corpus, CorpusError
 from data.epochs import Epochs, Stage
-from data.objectives import OBJECTIVES
 from data.plan import DataPlan
 from data.positions import PositionError, step_of
 
-_ALL = range(len(OBJECTIVES))
 _MET = 0.02  # by so much of itself a fraction may differ from what was asked for, without a word
 
 
@@ -36,7 +34,7 @@ class MixPlan:
         limits = any(source.max_repeats is not None for source in corpus.sources)
         self.open_end = not corpus.mix.planned or (plan.open_end and not limits)
         if not corpus.mix.planned:
-            self.epochs = tuple(corpus.epochs for _ in _ALL)
+            self.epochs = tuple(corpus.epochs for _ in plan.objectives)
             return
         self.steps = (*self._first_steps(), plan.max_steps)
         ends = [plan.objective_tokens_before(step) for step in self.steps]  # of each stage, by objective
@@ -47,14 +45,14 @@ class MixPlan:
         # All objectives walk through a source together, one behind the other, so that no document is used much more
         # often than another: each begins where the one before it ends, where that is known.
         found, used = [], (0,) * len(corpus.sources)
-        for number in _ALL:
+        for number, objective in enumerate(plan.objectives):
             stages = [Stage(end[number], of_stage) for end, of_stage in zip(ends, repeats, strict=False)]
             so_far = Fraction(sum(ends[-1][: number + 1]), max(1, sum(ends[-1])))
             end = None if self.open_end else ends[-1][number]
             try:
                 found.append(Epochs(corpus.units, stages, corpus.keyed, end, self._limits(so_far), used))
             except ValueError as error:
-                raise CorpusError(f"{self._too_few()} ({OBJECTIVES[number].name} rows get {error})") from error
+                raise CorpusError(f"{self._too_few()} ({objective.name} rows get {error})") from error
             used = used if self.open_end else found[-1].uses_at_end()
         self.epochs = tuple(found)
 

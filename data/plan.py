@@ -1,10 +1,10 @@
 """Data plan, what is in global batch `step`: pure functions of the run's configuration, the same on any hardware.
 
 A run trains on rows, numbered from 0 in the order in which they are used. Row n has one objective by exact integer
-rounding: objectives with a fraction of their own (data/objectives.py) are served first, and what they leave is masked
-or causal by the hybrid ratio (data/ratio_schedule.py). Each objective reads its own token stream to the end, so that
-prefix sums over the schedules tell which rows a step holds (rows are used in a shuffled order, data/row_shuffle.py):
-seeking is free and there is no loader state.
+rounding: objectives with a fraction of their own (data/objectives.py) are served first, what they leave is masked or
+causal by the hybrid ratio (data/ratio_schedule.py), and causal rows are divided as --causal_rows says. Each objective
+reads its own token stream to the end, so that prefix sums over the schedules tell which rows a step holds (rows are
+used in a shuffled order, data/row_shuffle.py): seeking is free and there is no loader state.
 
 Rows and row lengths are those of data/batch_schedule.py; the mask probability is linear from mask_p_start to mask_p_end
 over the run, as published (GPT-BERT, arXiv 2410.24159).
@@ -12,7 +12,7 @@ over the run, as published (GPT-BERT, arXiv 2410.24159).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -24,7 +24,7 @@ from data.batch_schedule import BatchSchedule
 from data.counter_rng import fold, fold_numpy
 from data.mask_rates import SCHEDULED, MaskRates
 from data.masking import RowRates
-from data.objectives import OBJECTIVES, row_fractions
+from data.objectives import OBJECTIVES, Objective, row_fractions
 from data.ratio_schedule import RatioPoint, RatioSchedule
 
 # What a random number is for; part of every key, so that no two purposes share random numbers.
@@ -38,22 +38,28 @@ def mask_probability_at(step: int, max_steps: int, start: float, end: float) -> 
     return start + (end - start) * (step / max_steps)
 
 
-def _set_aside(rows: _Rows) -> tuple[_Rows, list[_Rows]]:
-    """Of a run's first `rows` rows those that are left to the hybrid ratio, and those of each other objective.
+def _set_aside(rows: _Rows, fractions: Iterable[Fraction]) -> tuple[_Rows, list[_Rows]]:
+    """Of a first `rows` rows those that are left when each of others has taken its fraction, and those of each.
 
-    Each objective takes its part of what the ones before it have left, so that no row is taken twice.
+    Each takes its part of what the ones before it have left, so that no row is taken twice.
     """
     taken, unclaimed = [], Fraction(1)
-    for objective in OBJECTIVES[2:]:
-        part = objective.rows / unclaimed
+    for fraction in fractions:
+        part = fraction / unclaimed if fraction else fraction
         taken.append(rows * part.numerator // part.denominator)
         rows, unclaimed = rows - taken[-1], unclaimed * (1 - part)
     return rows, taken
 
 
+def _divided(causal: _Rows, taken: list[_Rows], objectives: tuple[Objective, ...]) -> list[_Rows]:
+    """A run's first rows of all objectives but the masked one, where the ratio leaves `causal` to them."""
+    causal, parts = _set_aside(causal, [each.part for each in objectives[2:]])
+    return [causal, *(part + other for part, other in zip(parts, taken, strict=True))]
+
+
 @dataclass(frozen=True)
 class StepPlan:
-    """Global batch `step`.
+    """Global batch `step`. objectives: those of the run, in the order in which all else is listed by objective.
 
     seq_length: tokens per row. rows: rows in the batch. first_row: number of its first row in the run.
     objective_rows: rows of each objective among them.
@@ -69,6 +75,7 @@ class StepPlan:
     first_row: int
     objective_rows: tuple[int, ...]
     position: tuple[int, ...]
+    objectives: tuple[Objective, ...]
     mask_p: float
     rates: RowRates
     ratio: int
@@ -82,11 +89,15 @@ class StepPlan:
 
     def among(self, rows: int) -> tuple[int, ...]:
         """Rows of each objective among the first `rows` rows of the batch."""
-        left_before, taken_before = _set_aside(self.first_row)
-        left, taken = _set_aside(self.first_row + rows)
-        left -= left_before
-        masked = (self.ratio_carry + left * self.ratio) // self.denominator - self.ratio_carry // self.denominator
-        return masked, left - masked, *(end - begin for begin, end in zip(taken_before, taken, strict=True))
+        fractions, first = [each.rows for each in self.objectives[2:]], self.first_row
+        left_before, _ = _set_aside(first, fractions)
+
+        def of_run(rows: int) -> tuple[int, ...]:
+            left, taken = _set_aside(rows, fractions)
+            masked = (self.ratio_carry + (left - left_before) * self.ratio) // self.denominator
+            return masked, *_divided(left - masked, taken, self.objectives)
+
+        return tuple(end - begin for begin, end in zip(of_run(first), of_run(first + rows), strict=True))
 
     def objective_of(self, row: int) -> int:
         """The objective's number of row `row` (0 .. rows-1) of the batch."""
@@ -114,6 +125,7 @@ class DataPlan:
     hybrid_numerator, hybrid_denominator and hybrid_numerator_end name.
     open_end: the order of rows does not depend on where the run ends, so that a longer one goes on without repeating.
     hybrid_numerator, hybrid_denominator and hybrid_numerator_end name. mask_rates: how the rates of rows are drawn.
+    objectives: data.objectives.run_objectives of the run.
     """
 
     max_steps: int
@@ -130,6 +142,7 @@ class DataPlan:
     hybrid_schedule: RatioSchedule | None = None
     open_end: bool = False
     mask_rates: MaskRates = SCHEDULED
+    objectives: tuple[Objective, ...] = OBJECTIVES
     schedule: BatchSchedule = field(init=False, repr=False, compare=False)
     ratios: RatioSchedule = field(init=False, repr=False, compare=False)
     _row_sums: np.ndarray = field(init=False, repr=False, compare=False)
@@ -143,14 +156,14 @@ class DataPlan:
         sizes = (self.max_steps, self.seq_length, self.global_batch_size, self.batch_reduction, self.milestones)
         schedule = BatchSchedule(*sizes)
         row_sums = np.concatenate([[0], np.cumsum(schedule.rows)])
-        left, taken = _set_aside(row_sums)
-        left = np.diff(left)
+        first_left, taken = _set_aside(row_sums, [each.rows for each in self.objectives[2:]])
+        left = np.diff(first_left)
         ratios = self.hybrid_schedule or self._evenly_moving_ratio()
         # Python integers: exact however long the run is.
         denominator, numerators = ratios.denominator, ratios.numerators(self.max_steps)
         ratio_sums = [0, *accumulate(count * ratio for count, ratio in zip(left.tolist(), numerators, strict=True))]
-        masked = np.diff(np.array([total // denominator for total in ratio_sums], dtype=np.int64))
-        objective_rows = np.stack([masked, left - masked, *map(np.diff, taken)])
+        masked = np.array([total // denominator for total in ratio_sums], dtype=np.int64)
+        objective_rows = np.diff(np.stack([masked, *_divided(first_left - masked, taken, self.objectives)]), axis=1)
         token_sums = np.cumsum(objective_rows * self.seq_length * schedule.factors, axis=1)
         object.__setattr__(self, "schedule", schedule)
         object.__setattr__(self, "ratios", ratios)
@@ -180,6 +193,7 @@ class DataPlan:
             first_row=int(self._row_sums[step]),
             objective_rows=tuple(self._objective_rows[:, step].tolist()),
             position=tuple(self._token_sums[:, step].tolist()),
+            objectives=self.objectives,
             mask_p=self.mask_rates.mean(p),
             rates=rates,
             ratio=self._ratios[step],
@@ -257,14 +271,19 @@ class DataPlan:
         return fold(fold(self.seed, _STEP), step)
 
 
-def resolve_split(split: str, world_size: int, ratios: Collection[Fraction] | None) -> str:
+def resolve_split(
+    split: str,
+    world_size: int,
+    ratios: Collection[Fraction] | None,
+    objectives: tuple[Objective, ...] = OBJECTIVES,
+) -> str:
     """`rows` or `ranks` for the flag --hybrid_split `auto`, `rows` or `ranks`.
 
     ratios: RatioSchedule.phases, the fractions of masked rows that there are in the run; None where they move evenly.
     `ranks` gives each rank one objective at a time, which needs for each of these fractions and each objective a whole
     number of ranks. Raises ValueError where `ranks` is asked for and impossible.
     """
-    fractions = [fraction for ratio in ratios or () for fraction in row_fractions(ratio)]
+    fractions = [fraction for ratio in ratios or () for fraction in row_fractions(ratio, objectives)]
     broken = next((fraction for fraction in fractions if world_size % fraction.denominator), None)
     possible = ratios is not None and broken is None
     if split == "ranks" and not possible:
@@ -289,7 +308,7 @@ def rows_of_rank(plan: StepPlan, rank: int, world_size: int, split: str) -> list
     ranges: list[RowRange] = []
     if split == "ranks":
         first = 0  # rank of the objective
-        for number, fraction in enumerate(row_fractions(Fraction(plan.ratio, plan.denominator))):
+        for number, fraction in enumerate(row_fractions(Fraction(plan.ratio, plan.denominator), plan.objectives)):
             ranks = int(world_size * fraction)
             if first <= rank < first + ranks:
                 ranges.append(RowRange(number, *_slice(plan.objective_rows[number], rank - first, ranks)))

@@ -7,6 +7,9 @@
 The hybrid model reads causally here, each token once. A text begins with `<s>` and ends where the model writes `</s>`;
 " ..." stands at the end of one that was still going on after --max_new_tokens.
 
+With --mode prefix it reads the prompt in both directions (train with --causal_rows prefix), and all of the text again
+for each token, which is slower.
+
 With --mode unmask it reads in both directions: --max_new_tokens masks follow the prompt and are filled in random order,
 in --steps steps, as masked diffusion does (train with --mask_rate uniform --mask_rate_loss_power 1).
 """
@@ -55,8 +58,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--max_new_tokens", type=int, default=64, metavar="N", help="tokens after which to stop (default: 64)"
     )
     parser.add_argument(
-        "--mode", choices=("causal", "unmask"), default="causal",
-        help="causal: token after token; unmask: all masked at first, then filled in random order (default: causal)",
+        "--mode", choices=("causal", "prefix", "unmask"), default="causal",
+        help="causal: token after token; prefix: the same behind a prompt that is read in both directions; unmask: all "
+        "masked at first, then filled in random order (default: causal)",
     )  # fmt: skip
     parser.add_argument(
         "--steps", type=int, default=0, metavar="N",
@@ -110,7 +114,8 @@ def answer_prompts(options: argparse.Namespace) -> None:
                 write_unmasked(model, prompt, seed, options.max_new_tokens, options.steps, sampling)
             return
         for start in range(0, len(tasks), options.batch_size):
-            write(model, tasks[start : start + options.batch_size], options.max_new_tokens, sampling)
+            batch = tasks[start : start + options.batch_size]
+            write(model, batch, options.max_new_tokens, sampling, options.mode == "prefix")
 
     if options.prompt:
         answer(*options.prompt)
@@ -125,7 +130,9 @@ def write_unmasked(model: LoadedModel, prompt: str, seed: int, length: int, step
     print(prompt + model.decode([*ids, *written])[len(model.decode(ids)) :] + "\n", flush=True)
 
 
-def write(model: LoadedModel, tasks: list[tuple[str, int]], max_new_tokens: int, sampling: Sampling) -> None:
+def write(
+    model: LoadedModel, tasks: list[tuple[str, int]], max_new_tokens: int, sampling: Sampling, prefix: bool = False
+) -> None:
     """Print the continuations of prompts by their seeds, " ..." where one was cut off, and a blank line after each.
 
     All are computed together. The first that is not finished is printed as it grows; the others wait for their turn.
@@ -138,7 +145,7 @@ def write(model: LoadedModel, tasks: list[tuple[str, int]], max_new_tokens: int,
     ended = [False] * len(tasks)
     shown = 0  # the row that is printed
     print(held_back[0], end="", flush=True)
-    for row, token in generate(model, prompts, max_new_tokens, sampling, generators):
+    for row, token in generate(model, prompts, max_new_tokens, sampling, generators, prefix):
         if token is not None:
             text = streams[row].push(token)
         else:

@@ -122,12 +122,15 @@ class LoadedModel:
         return self.model(row, torch.zeros_like(row), causal, wanted).to("cpu", torch.float64)
 
     @torch.no_grad()  # not inference mode: training goes on with what the model caches here
-    def decoder(self, padding: list[int]) -> CachedDecoder | UncachedDecoder:
-        """Return a decoder of rows that begin with so many tokens of padding each."""
+    def decoder(self, padding: list[int], prefix: bool = False) -> CachedDecoder | UncachedDecoder:
+        """Return a decoder of rows that begin with so many tokens of padding each. prefix: which reads what comes first
+        in both directions, without a cache. Raises UsageError where the model cannot."""
         gaps = torch.tensor(padding, dtype=torch.int64, device=self.device)
-        if isinstance(self.model, LTGBert):
+        if prefix and not getattr(self.model, "takes_ends", False):
+            raise UsageError("--mode prefix: this model reads rows causally or whole; take --mode causal.")
+        if isinstance(self.model, LTGBert) and not prefix:
             return CachedDecoder(self.model, gaps)
-        return UncachedDecoder(self.model, gaps)
+        return UncachedDecoder(self.model, gaps, prefix)
 
     @torch.no_grad()  # not inference mode: training goes on with what the model caches here
     def next_logits(self, decoder: CachedDecoder | UncachedDecoder, new: list[list[int]]) -> Tensor:
@@ -168,19 +171,21 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling,
     generators: Sequence[torch.Generator],
+    prefix: bool = False,
 ) -> Iterator[tuple[int, int | None]]:
     """Continue several prompts at once: yield (row, the next token of that row), in the order of rows, step by step.
 
     Each row is `<s>`, its prompt and what it samples from its own generator, until `</s>` or max_new_tokens; (row,
     None) says that it is finished. What a row samples does not depend on the others. A prompt is read once, and then
-    each token costs the model one token; rows may grow to any length.
+    each token costs the model one token; rows may grow to any length. prefix: prompts are read in both directions, and
+    all of the row again for each token.
     """
     start, end = model.special_id("bos"), model.special.ids.get("eos")
     forbidden = torch.tensor(sorted(set(model.special.special_ids) - {end}), dtype=torch.int64)
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     new = [[start] * (1 + gap) + prompt for gap, prompt in zip(padding, prompts, strict=True)]  # padding is never read
-    decoder = model.decoder(padding)
+    decoder = model.decoder(padding, prefix)
     rows = list(range(len(prompts)))  # unfinished, in the order of the decoder's batch
     for number in range(1, max_new_tokens + 1):
         logits, new, unfinished = model.next_logits(decoder, new), [], []

@@ -29,7 +29,7 @@ _SMALLEST_CAPACITY = 64
 class LanguageModel(Protocol):
     """The part of LTGBert that decoding uses."""
 
-    def encode(self, input_ids: Tensor, document_ids: Tensor, causal: bool, /) -> Tensor: ...
+    def encode(self, input_ids: Tensor, document_ids: Tensor, causal: bool | Tensor, /) -> Tensor: ...
 
     def predict(self, hidden: Tensor, /) -> Tensor: ...
 
@@ -39,17 +39,19 @@ class LanguageModel(Protocol):
 class UncachedDecoder:
     """Reference of CachedDecoder: runs the model over all tokens so far at each call."""
 
-    def __init__(self, model: LanguageModel, padding: Tensor) -> None:
-        """As in CachedDecoder."""
-        self._model, self._padding = model, padding
+    def __init__(self, model: LanguageModel, padding: Tensor, prefix: bool = False) -> None:
+        """As in CachedDecoder. prefix: what comes first is read in both directions, by a model that `takes_ends`."""
+        self._model, self._padding, self._prefix, self._end = model, padding, prefix, 0
         self._ids = torch.empty(len(padding), 0, dtype=torch.int64, device=padding.device)
 
     def append(self, input_ids: Tensor) -> Tensor:
         """As in CachedDecoder."""
         self._ids = torch.cat([self._ids, input_ids], dim=1)
+        self._end = self._end or self._ids.size(1)
         positions = torch.arange(self._ids.size(1), device=self._ids.device)
         document_ids = -(positions < self._padding[:, None]).long()
-        return self._model.encode(self._ids, document_ids, True)[:, -1]
+        causal = torch.full_like(self._ids, self._end) if self._prefix else True
+        return self._model.encode(self._ids, document_ids, causal)[:, -1]
 
     def select_rows(self, rows: Tensor) -> None:
         """As in CachedDecoder."""

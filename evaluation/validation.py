@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from data.loader import ValidationSet, micro_batch_rows
-from data.objectives import OBJECTIVE_NAMES
+from data.objectives import KNOWN_NAMES
 from training.distributed import World
 from training.forward_backward import padded_targets
 from training.inputs import Inputs
@@ -49,9 +49,10 @@ def validate(
     Masked: 15 % of tokens, with masks that never change. The model's mode is restored.
     wanted: whether this rank wants to stop; all ranks then raise Abandoned at the next batch.
     """
-    sums = torch.zeros(len(OBJECTIVE_NAMES), 4, dtype=torch.float64, device=world.device)
+    objectives = held_out.options.objectives
+    sums = torch.zeros(len(objectives), 4, dtype=torch.float64, device=world.device)
     rows = micro_batch_rows(local_batch_size, held_out.seq_length, held_out.seq_length)
-    batches = (held_out.batches(objective, world.rank, world.size, rows) for objective in range(len(OBJECTIVE_NAMES)))
+    batches = (held_out.batches(objective, world.rank, world.size, rows) for objective in range(len(objectives)))
     with evaluation_mode(model):
         for batch in until_stop(chain.from_iterable(batches), world, wanted):
             inputs = batch.to(world.device).inputs(held_out.options)
@@ -59,14 +60,15 @@ def validate(
                 # Of few sizes, so that the allocator finds again what it had before.
                 slots = padded_targets(int(batch.targets.sum()), inputs.labels.numel(), ())
                 scores, which = score_targets(model, inputs, slots, None)
-            sums += sums_by_objective(scores, which)
+            sums += sums_by_objective(scores, which, objectives)
     metrics = {}
     totals = world.to_host(world.all_reduce(sums, "validation losses")).tolist()
-    for name, (loss, _, correct, count) in zip(OBJECTIVE_NAMES, totals, strict=True):
+    for objective, (loss, _, correct, count) in zip(objectives, totals, strict=True):
         if count:
-            metrics[f"{prefix}{name}_loss{suffix}"] = loss / count
-            metrics[f"{prefix}{name}_perplexity{suffix}"] = math.exp(min(loss / count, 700.0))
-            metrics[f"{prefix}{name}_accuracy{suffix}"] = correct / count
+            name = f"{prefix}{objective.name}"
+            metrics[f"{name}_loss{suffix}"] = loss / count
+            metrics[f"{name}_perplexity{suffix}"] = math.exp(min(loss / count, 700.0))
+            metrics[f"{name}_accuracy{suffix}"] = correct / count
     return metrics
 
 
@@ -104,7 +106,7 @@ def validation_line(metrics: dict[str, Any]) -> str:
     """What the console says of `validation_metrics`."""
 
     def losses(prefix: str, suffix: str) -> str:
-        keys = {name: f"{name}_loss{suffix}" for name in OBJECTIVE_NAMES if f"{prefix}{name}_loss{suffix}" in metrics}
+        keys = {name: f"{name}_loss{suffix}" for name in KNOWN_NAMES if f"{prefix}{name}_loss{suffix}" in metrics}
         marks = [match[1] for key in metrics if (match := further.fullmatch(key))]
         return ", ".join(
             f"{name} {metrics[prefix + key]:.3f} (EMA {metrics[f'{prefix}ema_{key}']:.3f}"
@@ -114,7 +116,7 @@ def validation_line(metrics: dict[str, Any]) -> str:
         )
 
     further = re.compile(r"valid/ema-([^_/]+)_\w+_loss")
-    known = re.compile(rf"valid/(?:([^/]+)/)?(?:{'|'.join(OBJECTIVE_NAMES)})_loss(?:_(\d+))?")
+    known = re.compile(rf"valid/(?:([^/]+)/)?(?:{'|'.join(KNOWN_NAMES)})_loss(?:_(\d+))?")
     found = [match for key in metrics if (match := known.fullmatch(key))]
     lengths = sorted({match[2] for match in found if match[2]}, key=int)
     parts = []

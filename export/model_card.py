@@ -175,9 +175,10 @@ def _training(records: Records) -> str:
             + f" ({sources})." * bool(sources)
         )
     steps, tokens = records.checkpoint.get("step"), records.checkpoint.get("tokens")
-    ratio = f"{flags['hybrid_numerator']}/{flags['hybrid_denominator']} of the rows masked, the rest causal"
+    others = flags.get("causal_rows", "causal")
+    ratio = f"{flags['hybrid_numerator']}/{flags['hybrid_denominator']} of the rows masked, the rest {others}"
     if flags.get("hybrid_schedule"):
-        ratio = f"rows masked or causal by the schedule `{flags['hybrid_schedule']}`"
+        ratio = f"rows masked or {others} by the schedule `{flags['hybrid_schedule']}`"
     trained = f"{tokens:,} tokens in " if isinstance(tokens, int) else ""
     lines.append(f"- Trained: {trained}{steps:,} of {flags['max_steps']:,} steps; {ratio}.")
     devices = sorted({f"{launch['world_size']} x {launch['device']}" for launch in records.run.get("launches", ())})

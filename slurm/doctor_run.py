@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from data.corpus import Corpus
-from data.objectives import OBJECTIVE_NAMES
 from data.shards import MANIFEST_NAME, read_manifest, sha256_file
 from data.wording import count, ranks_text, size_text, time_text
 from model_extra import build_model
@@ -290,7 +289,8 @@ def assess_shards(measured: Measurements, name: str, corpus: Corpus) -> Row:
 def assess_epochs(inputs: Inputs) -> Row:
     """How often the plan reads the corpus."""
     tokens = inputs.corpus.tokens_before_epoch(1)
-    epochs = {name: inputs.plan.objective_tokens(number) / tokens for number, name in enumerate(OBJECTIVE_NAMES)}
+    of = inputs.plan.objectives
+    epochs = {each.name: inputs.plan.objective_tokens(number) / tokens for number, each in enumerate(of)}
     detail = ", ".join(f"{number:.2f} {name}" for name, number in epochs.items())
     detail += f", of {tokens:,} tokens with <s> and </s>"
     many = max(epochs.values()) > _EPOCHS

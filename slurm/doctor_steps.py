@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from data.loader import StepBatch, micro_batch_rows
-from data.objectives import OBJECTIVE_NAMES
+from data.objectives import KNOWN_NAMES
 from data.plan import rows_of_rank
 from data.wording import count, size_text, time_text
 from slurm.doctor_machine import seconds_left
@@ -157,12 +157,12 @@ def _timed_step(
 ) -> tuple[float, dict[str, float]]:
     """Seconds of one optimizer step, and the mean loss of each objective in it."""
     start = time.perf_counter()
-    targets = begin_agreement(world, batch, False, state.step)().targets
+    targets = begin_agreement(world, batch, False, state.step, len(inputs.plan.objectives))().targets
     records = (
         log.push(train_step(state, batch, targets, inputs.config, inputs.plan)) + log.flush()
     )  # waits for the device
     seconds = time.perf_counter() - start
-    losses = {name: records[-1].get(f"train/{name}_loss") for name in OBJECTIVE_NAMES}
+    losses = {name: records[-1].get(f"train/{name}_loss") for name in KNOWN_NAMES}
     return seconds, {name: loss for name, loss in losses.items() if loss is not None}
 
 

@@ -130,6 +130,24 @@ def test_generation_reads_the_last_output_causally_and_stops_at_eos(tokenizer):
     assert set(model.causal) == {True}
 
 
+def test_generation_behind_a_prefix_reads_prompts_in_both_directions(tiny, tokenizer):
+    prompts = [tokenizer.encode(text).ids for text in ("The list returns the length", "The")]
+    written: list[list[int]] = [[], []]
+    generators = [torch.Generator(), torch.Generator()]
+    for row, token in generate(tiny, prompts, 5, Sampling(temperature=0), generators, prefix=True):
+        written[row] += [] if token is None else [token]
+    for prompt, ours in zip(prompts, written, strict=True):
+        ids, start = [BOS, *prompt], 1 + len(prompt)
+        for token in ours:
+            row = torch.tensor([ids])
+            logits = tiny.model(row, torch.zeros_like(row), torch.full_like(row, start), torch.tensor([len(ids) - 1]))
+            assert token == max(range(16, logits.size(1)), key=logits[0].tolist().__getitem__)
+            ids.append(token)
+        assert len(ours) == 5
+    with pytest.raises(UsageError, match="--mode prefix: this model reads rows causally or whole"):
+        LoadedModel(Script({}, 320), tokenizer, CPU).decoder([0], prefix=True)
+
+
 def test_generation_stops_at_the_limit(tokenizer):
     word = tokenizer.encode(" list").ids[0]
     loaded = LoadedModel(Script({}, tokenizer.get_vocab_size(), elsewhere=word), tokenizer, CPU)

@@ -194,3 +194,16 @@ def test_model_compiled_as_a_whole_warns_of_missing_kernels(monkeypatch: pytest.
         assert not torch.compile(traced, fullgraph=True, backend="eager")(torch.zeros(2)).any()
     monkeypatch.setattr(residual_cuda, "available", lambda *_: True)
     assert traced(torch.zeros(2)).all(), "and it says nothing"
+
+
+def test_rows_that_look_ahead_keep_the_kernels_of_relative_positions_alone(monkeypatch: pytest.MonkeyPatch):
+    pretend(monkeypatch, "H200")
+    for causal_rows in ("prefix", "causal=1,blocks:16=1"):
+        config = dataclasses.replace(FLAGS, causal_rows=causal_rows)
+        assert report(config) == ALL
+        reason = (
+            f"they know causal rows and whole ones alone, and --causal_rows is {causal_rows} (at a cost that was not"
+        )
+        assert f"rotary attention because {reason}" in report(config, position_embedding="rope")
+    config = dataclasses.replace(FLAGS, causal_rows="meap")
+    assert "rotary attention because" not in report(config, position_embedding="rope")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.tiny_runs import ROOT, flags, make_inputs, run, training_lines
 
-import data.objectives
-import data.plan
-from data.objectives import OBJECTIVES, Objective
+from data.objectives import OBJECTIVES, Objective, run_objectives
 from data.plan import DataPlan, resolve_split, rows_of_rank
+from data.ratio_schedule import RatioPoint, RatioSchedule
+from training.config import ConfigError, TrainingConfig
 from training.metric_logger import read_metrics
 
 STEPS, HALF = 12, 6
@@ -100,35 +100,68 @@ def test_run_with_added_objectives_resumes_and_refuses_another_table(folder: Pat
         assert {k: v for k, v in a.items() if "loss" in k} == {k: v for k, v in b.items() if "loss" in k}
 
 
-@pytest.fixture
-def four(monkeypatch: pytest.MonkeyPatch) -> tuple[Objective, ...]:
-    added = (
-        Objective("third", causal=False, mask=1.0, all_targets=True, rows=Fraction(1, 8)),
-        Objective("fourth", causal=True, mask=0.0, all_targets=True, rows=Fraction(1, 4)),
-    )
-    table = (*OBJECTIVES, *added)
-    monkeypatch.setattr(data.objectives, "OBJECTIVES", table)
-    monkeypatch.setattr(data.plan, "OBJECTIVES", table)
-    return table
+FOUR = (
+    *OBJECTIVES,
+    Objective("third", causal=False, mask=1.0, all_targets=True, rows=Fraction(1, 8)),
+    Objective("fourth", causal=True, mask=0.0, all_targets=True, rows=Fraction(1, 4)),
+)
+KINDS = run_objectives("causal=1,prefix=2,blocks:4=1")
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 8])
-def test_rows_of_four_objectives_on_any_number_of_ranks(four: tuple[Objective, ...], world_size: int):
-    plan = DataPlan(40, 8, 67, hybrid_numerator=4, hybrid_denominator=5, milestones=(0.5,))
-    split = resolve_split("auto", world_size, [Fraction(4, 5)])
-    assert split == ("ranks" if world_size == 8 else "rows")  # 4, 1, 1 and 2 ranks of eight
-    position = [0] * 4
+@pytest.mark.parametrize("objectives", [FOUR, KINDS], ids=["added", "causal_rows"])
+def test_rows_of_objectives_on_any_number_of_ranks(objectives: tuple[Objective, ...], world_size: int):
+    four = objectives is FOUR
+    ratio = Fraction(4, 5) if four else Fraction(1, 2)
+    sizes = {"hybrid_numerator": ratio.numerator, "hybrid_denominator": ratio.denominator}
+    plan = DataPlan(40, 8, 67, **sizes, milestones=(0.5,), objectives=objectives)
+    split = resolve_split("auto", world_size, [ratio], objectives)
+    assert split == ("ranks" if world_size == 8 else "rows")  # 4, 1, 1 and 2 ranks of eight; or 4, 1, 2 and 1
+    position, rows = [0] * len(objectives), 0
     for step in map(plan.step, range(plan.max_steps)):
         assert list(step.position) == position
-        objectives = [step.objective_of(row) for row in range(step.rows)]
-        assert [objectives.count(number) for number in range(4)] == list(step.objective_rows)
-        held: list[list[int]] = [[] for _ in four]
+        of_rows = [step.objective_of(row) for row in range(step.rows)]
+        assert [of_rows.count(number) for number in range(len(objectives))] == list(step.objective_rows)
+        held: list[list[int]] = [[] for _ in objectives]
         for rank in range(world_size):
             for part in rows_of_rank(step, rank, world_size, split):
                 held[part.objective] += range(part.first, part.last)
         assert held == [list(range(count)) for count in step.objective_rows]
         position = [a + b * step.seq_length for a, b in zip(position, step.objective_rows, strict=True)]
+        rows += step.rows
     assert plan.tokens_before(plan.max_steps) == sum(position)
+    if not four:
+        counts = np.sum([plan.step(step).objective_rows for step in range(plan.max_steps)], axis=0)
+        causal = rows - rows // 2
+        blocks = (causal - causal // 2) // 2
+        assert counts.tolist() == [rows // 2, causal - causal // 2 - blocks, causal // 2, blocks]
+
+
+def test_ratio_schedule_divides_masked_rows_from_whatever_the_others_are():
+    ratios = RatioSchedule((RatioPoint(0, Fraction(1)), RatioPoint(20, Fraction(0))))
+    plan = DataPlan(40, 8, 64, hybrid_schedule=ratios, objectives=run_objectives("prefix"), milestones=())
+    for step in range(40):
+        at = plan.step(step)
+        assert at.objective_rows == ((at.rows, 0, 0) if step < 20 else (0, 0, at.rows))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("prefx", "'prefx' is none of causal, prefix, blocks:SIZE and meap"),
+        ("", "'' is none of"),
+        ("blocks", "blocks need their size in tokens, such as blocks:16"),
+        ("prefix:8", "nothing else has one"),
+        ("blocks:0", "need their size"),
+        ("causal=0", "has no part of the rows"),
+        ("meap,causal,meap=2", "meap is there twice"),
+    ],
+)
+def test_causal_rows_that_cannot_be_are_refused(text: str, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        run_objectives(text)
+    with pytest.raises(ConfigError, match=f"--causal_rows is {text!r}; "):
+        TrainingConfig(train_path="x", config_file="x", tokenizer_path="x", name="x", causal_rows=text)
 
 
 def test_objective_without_targets_is_refused():
@@ -137,7 +170,11 @@ def test_objective_without_targets_is_refused():
 
 
 def test_first_two_objectives_are_the_published_ones():
-    assert [asdict(objective) for objective in OBJECTIVES[:2]] == [
-        {"name": "masked", "causal": False, "mask": 1.0, "all_targets": False, "rows": 0, "weight": 1.0},
-        {"name": "causal", "causal": True, "mask": 0.0, "all_targets": True, "rows": 0, "weight": 1.0},
-    ]
+    assert run_objectives("causal") == OBJECTIVES
+    masked = Objective("masked", causal=False, mask=1.0, all_targets=False)
+    causal = Objective("causal", causal=True, mask=0.0, all_targets=True)
+    assert OBJECTIVES[:2] == (masked, causal)
+    assert {masked.rows, causal.rows, masked.part, causal.part} == {0}
+    assert masked.weight == causal.weight == 1
+    assert not masked.looks_ahead
+    assert not causal.looks_ahead

@@ -20,6 +20,7 @@ from typing import Any
 from data.cli import Parser, closest, shown
 from data.flag_rules import GROUPS, amount, as_tuple, decays, float_list, int_list, length, rows, text_list
 from data.mask_rates import MaskRateError, MaskRates
+from data.objectives import run_objectives
 from data.positions import Position, parse_amount
 from data.ratio_schedule import parse_schedule
 from ops import reference
@@ -128,6 +129,10 @@ def _check_schedule(config: TrainingConfig) -> None:
 
 
 def _check_mask_rate(config: TrainingConfig) -> None:
+    try:
+        run_objectives(config.causal_rows)
+    except ValueError as error:
+        raise ConfigError(f"--causal_rows is {config.causal_rows!r}; {error}") from None
     try:
         MaskRates.parse(config.mask_rate)
     except MaskRateError as error:

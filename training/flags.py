@@ -105,7 +105,7 @@ class Flags:
     )  # fmt: skip
 
     # objective
-    hybrid_numerator: int = _flag(15, "masked rows out of hybrid_denominator rows; the others are causal", "objective")
+    hybrid_numerator: int = _flag(15, "masked rows out of hybrid_denominator rows; see causal_rows", "objective")
     hybrid_denominator: int = _flag(16, "see hybrid_numerator", "objective", at_least(1))
     hybrid_numerator_end: int = _flag(
         -1, "where given, the numerator moves linearly to this value over the run (-1: constant)", "objective"
@@ -118,6 +118,11 @@ class Flags:
         "a fraction (0.25 or 25%), steps (500), tokens (10Mt), words (1Mw) or epochs of both objectives together (2e)",
         "objective",
     )
+    causal_rows: str = _flag(
+        "causal", "the rows that are not masked. causal; prefix: a prefix of each document, drawn by row, is read in "
+        "both directions, what follows are the targets; blocks:SIZE: both directions within blocks, which have masks; "
+        "meap: causal with masked inputs; or several with their parts, as causal=2,blocks:16=1", "objective",
+    )  # fmt: skip
     hybrid_split: str = _flag(
         "auto",
         "ranks: one objective per rank, as published; rows: both on every rank; auto: ranks where the world size "
@@ -131,12 +136,10 @@ class Flags:
     mask_random_p: float = _flag(0.1, "fraction of masked spans shown as random tokens", "objective", FRACTION)
     mask_keep_p: float = _flag(0.1, "fraction of masked spans shown unchanged", "objective", FRACTION)
     masking: str = _flag(
-        "random",
-        "random: fresh spans for every row; even: spans fixed in the corpus, each masked about once per 1/p epochs; "
-        "words: whole words, as far as a row's number of masked tokens comes out",
-        "objective",
+        "random", "random: fresh spans for every row; even: spans fixed in the corpus, each masked about once per 1/p "
+        "epochs; words: whole words, as far as a row's number of masked tokens comes out", "objective",
         choices=("random", "even", "words"),
-    )
+    )  # fmt: skip
     mask_rate: str = _flag(
         "fixed", "how much of a masked row is masked. fixed: as mask_p_start and mask_p_end say; drawn for each row: "
         "uniform, uniform:LOW,HIGH, cosine (mean 0.36), beta:A,B, or bimodal:F,LOW (LOW in the fraction F of rows, in "
@@ -162,12 +165,10 @@ class Flags:
     )  # fmt: skip
     document_end: bool = _flag(True, "close each document with </s> (off: the published behaviour)", "objective")
     row_start: bool | None = _flag(
-        None,
-        "begin each row with <s>, also one that continues a document (default: as the run that is resumed, else yes)",
-        "objective",
-        kind=bool,
+        None, "begin each row with <s>, also one that continues a document (default: as the run that is resumed, else "
+        "yes)", "objective", kind=bool,
         later=Later(False, True, "rows do not begin with <s>, as this run began (a new run's do; --no-row_start)"),
-    )
+    )  # fmt: skip
     token_weighted_loss: bool = _flag(
         False, "weigh every target equally instead of every objective by its fraction of rows", "objective"
     )
@@ -318,12 +319,9 @@ class Flags:
         0, "validation batches of local_batch_size rows per objective (0: the whole held-out set)", "logs", at_least(0)
     )
     validation_samples: int = _flag(
-        3,
-        "held-out documents that the averaged weights continue, and as many whose gaps they fill, at each validation "
-        "(0: none); see samples.jsonl and report.html in the run folder",
-        "logs",
-        at_least(0),
-    )
+        3, "held-out documents that the averaged weights continue, and as many whose gaps they fill, at each "
+        "validation (0: none); see samples.jsonl and report.html in the run folder", "logs", at_least(0),
+    )  # fmt: skip
     evaluate_data: str = _flag(
         "",
         "zero-shot suites to evaluate the averaged weights on: a file, or a folder of files and folders, of minimal "

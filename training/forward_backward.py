@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 from data.loader import TENSORS, RowBatch
 from data.masking import PADDING, MaskingOptions, ModelInputs
-from data.objectives import OBJECTIVE_NAMES
 from model_config import ModelConfig
 from model_protocol import PretrainingModel
 from ops.attention_metadata import LONGEST_WHOLE
@@ -161,8 +160,8 @@ class ForwardBackward:
         """captures: with CUDA graphs; `gradients` must then keep their addresses."""
         self._model, self._gradients, self._options, self._z_loss_weight = model, gradients, options, z_loss_weight
         self._device, self.mixed_precision, self.captures = device, mixed_precision, captures
-        self.sums = torch.zeros(len(OBJECTIVE_NAMES), 4, dtype=torch.float64, device=device)
-        self._weights = torch.zeros(len(OBJECTIVE_NAMES), device=device)
+        self.sums = torch.zeros(len(options.objectives), 4, dtype=torch.float64, device=device)
+        self._weights = torch.zeros(len(options.objectives), device=device)
         self._step_key = torch.zeros((), dtype=torch.int64, device=device)
         self.lacks_memory = False  # for graphs
         self._graphs: dict[tuple, _Graph] = {}
@@ -229,8 +228,8 @@ class ForwardBackward:
 
     def _key(self, batch: RowBatch) -> tuple:
         """What decides the kernels of a batch: its graph's row length, inputs, number of rows, slots for targets."""
-        optional = (batch.origins, batch.target_weights, batch.scored)
-        kind = (batch.tokens.shape[1], *(tensor is None for tensor in optional), batch.has_masks)
+        optional = (batch.origins, batch.target_weights, batch.scored, batch.ends)
+        kind = (batch.tokens.shape[1], *(tensor is None for tensor in optional), batch.has_masks(self._options))
         rows = choose_rows(len(batch), {rows for *other, rows, _ in self._graphs if tuple(other) == kind})
         known = [slots for *other, slots in self._graphs if tuple(other) == (*kind, rows)]
         # As many targets as full rows would have, so that batches of a few rows less have the same graph.

@@ -25,7 +25,7 @@ from data.mask_rates import MaskRates
 from data.masking import MaskingOptions
 from data.mix import named_paths
 from data.mix_plan import MixPlan
-from data.objectives import OBJECTIVES
+from data.objectives import run_objectives
 from data.plan import DataPlan, resolve_split
 from data.positions import (
     BehindTheEnd,
@@ -45,6 +45,7 @@ from data.shards import tokenizer_hash
 from data.special_tokens import SpecialTokens, read_special_tokens, tokenizer_file
 from data.words import NoWordsError, word_beginnings
 from model import ModelConfig, ModelConfigError
+from model_extra import model_class
 from training.checkpoint import training_flags
 from training.config import LATER_FLAGS, ConfigError, TrainingConfig, later_flag
 from training.distributed import World
@@ -97,7 +98,8 @@ class Inputs:
 
     def ledger(self, step: int) -> dict[str, Any]:
         """What the first `step` steps use of each source (data/ledger.py)."""
-        return make_ledger(self.corpus, self.builder.mix.epochs, self.plan.objective_tokens_before(step), step)
+        positions = self.plan.objective_tokens_before(step)
+        return make_ledger(self.corpus, self.builder.mix.epochs, positions, step, self.plan.objectives)
 
     def exposure_after(self, step: int) -> dict[str, float]:
         """What was seen after `step` steps: `stats/words` and `stats/OBJECTIVE_words`, where words are known, and of a
@@ -106,7 +108,8 @@ class Inputs:
         if not self.corpus.exposure.words_per_token:
             return found
         words, parts = self.builder.mix.words(step)
-        by_objective = {f"stats/{each.name}_words": part for each, part in zip(OBJECTIVES, parts, strict=True)}
+        names = (f"stats/{each.name}_words" for each in self.plan.objectives)
+        by_objective = dict(zip(names, parts, strict=True))
         return found | {"stats/words": words, **by_objective}
 
     def loader(self, world: World, split: str, start_step: int) -> Loader:
@@ -185,6 +188,7 @@ def make_plan(config: TrainingConfig, exposure: Exposure) -> DataPlan:
         hybrid_schedule=_ratio_schedule(config, exposure),
         open_end=config.schedule in OPEN_ENDED,
         mask_rates=MaskRates.parse(config.mask_rate),
+        objectives=run_objectives(config.causal_rows),
     )
 
 
@@ -289,10 +293,7 @@ def read_inputs(config: TrainingConfig, trusted: bool = False) -> Inputs:
         raise ConfigError(str(error)) from error
     text, special = _read_tokenizer(config)
     config = dataclasses.replace(config, special_tokens=str(special))
-    try:
-        model_config = ModelConfig.from_json(config.config_file)
-    except ModelConfigError as error:
-        raise ConfigError(f"--config_file: {error}") from error
+    model_config = _read_model_config(config)
     options = MaskingOptions(
         vocab_size=special.vocab_size,
         mask_id=special.ids["mask"],
@@ -308,6 +309,7 @@ def read_inputs(config: TrainingConfig, trusted: bool = False) -> Inputs:
         word_beginnings=_word_beginnings(config, text, special.vocab_size) if config.masking == "words" else b"",
         row_start=bool(config.row_start),
         seed=config.seed,
+        objectives=run_objectives(config.causal_rows),
     )
     eos = special.ids["eos"] if config.document_end and not special.one_boundary else None
     identity = tokenizer_hash(tokenizer_file(config.tokenizer_path))
@@ -337,6 +339,21 @@ def read_inputs(config: TrainingConfig, trusted: bool = False) -> Inputs:
     identities = (corpus.identity(), _identity_of(sets))
     named = _named_checkpoints(config, builder.mix, plan, corpus)
     return Inputs(config, model_config, text, corpus, plan, builder, *identities, named, sets)
+
+
+def _read_model_config(config: TrainingConfig) -> ModelConfig:
+    """That of --config_file. Raises ConfigError, also where such a model cannot read the rows of the run."""
+    try:
+        model = ModelConfig.from_json(config.config_file)
+    except ModelConfigError as error:
+        raise ConfigError(f"--config_file: {error}") from error
+    ahead = [each.name for each in run_objectives(config.causal_rows) if each.looks_ahead]
+    if ahead and not model_class(model.model_type).takes_ends:
+        raise ConfigError(
+            f"--causal_rows is {config.causal_rows!r} but a model of type {model.model_type!r} (--config_file) reads "
+            f"rows causally or whole and knows no {' or '.join(ahead)}; choose causal or meap"
+        )
+    return model
 
 
 def _held_out_sets(
@@ -400,7 +417,7 @@ def resolve_device_defaults(config: TrainingConfig, device: torch.device) -> Tra
 def choose_split(config: TrainingConfig, plan: DataPlan, world_size: int) -> str:
     """The resolved --hybrid_split for `world_size` ranks. Raises ConfigError where the batch cannot be shared out."""
     try:
-        split = resolve_split(config.hybrid_split, world_size, plan.ratios.phases())
+        split = resolve_split(config.hybrid_split, world_size, plan.ratios.phases(), plan.objectives)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     # With `ranks`, every rank needs a row of its objective; their numbers differ by at most one from rows / ranks.

@@ -18,7 +18,7 @@ from torch import nn
 from data.counter_rng import fold_torch
 from data.loader import RowBatch
 from data.masking import IGNORE_INDEX, MaskingOptions, ModelInputs
-from data.objectives import CAUSAL_ATTENTION, OBJECTIVES
+from data.objectives import OBJECTIVES, Objective, numbers_of
 from ops.cross_entropy import target_scores
 from ops.dropout import DropoutKeys
 from ops.rope import VarlenSizes
@@ -43,7 +43,12 @@ class LossWeights:
     per_objective: tuple[float, ...]
 
 
-def loss_weights(rows: Sequence[int], targets: Sequence[float], token_weighted: bool) -> LossWeights:
+def loss_weights(
+    rows: Sequence[int],
+    targets: Sequence[float],
+    token_weighted: bool,
+    objectives: Sequence[Objective] = OBJECTIVES,
+) -> LossWeights:
     """Weights for a global batch with `rows` and `targets` by objective, or what these weigh together.
 
     An objective's mean weighs its fraction of rows, or of targets with `token_weighted`, times its weight in the table;
@@ -53,7 +58,7 @@ def loss_weights(rows: Sequence[int], targets: Sequence[float], token_weighted: 
     total = max(1, sum(parts))
     means = [
         part / total * objective.weight if count else 0.0
-        for objective, part, count in zip(OBJECTIVES, parts, targets, strict=True)
+        for objective, part, count in zip(objectives, parts, targets, strict=True)
     ]
     per_target = [weight / max(1, count) for weight, count in zip(means, targets, strict=True)]
     return LossWeights(tuple(per_target), tuple(means))
@@ -73,14 +78,14 @@ def target_positions(labels: torch.Tensor, slots: int) -> torch.Tensor:
     return torch.arange(slots + 1, device=labels.device).scatter_(0, slot, place)[:slots]
 
 
-def sums_by_objective(scores, objective: torch.Tensor) -> torch.Tensor:
-    """Sums of `target_scores` and the count of targets, float64: a line for each of OBJECTIVES, columns as above.
+def sums_by_objective(scores, objective: torch.Tensor, objectives: Sequence[Objective] = OBJECTIVES) -> torch.Tensor:
+    """Sums of `target_scores` and the count of targets, float64: a line for each objective, columns as above.
 
     objective: the number of each target's; anything else is left out.
     """
     loss, squared_log_z, correct = (score.detach().double() for score in scores)
     columns = torch.stack([loss, squared_log_z, correct, torch.ones_like(loss)], dim=1)
-    lines = [(columns * (objective == line).double()[:, None]).sum(0) for line in range(len(OBJECTIVES))]
+    lines = [(columns * (objective == line).double()[:, None]).sum(0) for line in range(len(objectives))]
     return torch.stack(lines)
 
 
@@ -89,9 +94,9 @@ def dropout_keys(batch: RowBatch, step_key: torch.Tensor) -> DropoutKeys:
     return DropoutKeys(rows=fold_torch(batch.row_keys, _DROPOUT), step=step_key)
 
 
-def varlen_sizes(batch: RowBatch) -> VarlenSizes:
+def varlen_sizes(batch: RowBatch, objectives: tuple[Objective, ...] = OBJECTIVES) -> VarlenSizes:
     """Sizes of a micro-batch for rotary attention; documents in steps, so that kernels meet few shapes."""
-    documents = batch.documents[list(CAUSAL_ATTENTION)]
+    documents = batch.documents[list(numbers_of(lambda each: each.causal, objectives))]
     causal = int(documents.sum())
     causal, other = (-(-count // _DOCUMENTS) * _DOCUMENTS for count in (causal, int(batch.documents.sum()) - causal))
     return VarlenSizes(int(np.count_nonzero(documents)), causal, other)
@@ -127,14 +132,15 @@ def hybrid_loss(
     """
     inputs = batch.inputs(options)
     slots = int(batch.targets.sum()) if slots is None else slots
-    scores, objective = score_targets(model, inputs, slots, dropout_keys(batch, step_key), varlen_sizes(batch))
+    sizes = varlen_sizes(batch, options.objectives)
+    scores, objective = score_targets(model, inputs, slots, dropout_keys(batch, step_key), sizes)
     weight = reduce(add, [(objective == line) * weight for line, weight in enumerate(per_target)])
     if batch.target_weights is not None:
         row = torch.div(target_positions(inputs.labels, slots), inputs.labels.shape[1], rounding_mode="floor")
         own = batch.target_weights[row]
         scores = (scores[0] * own, scores[1] * own, scores[2])
     loss = (weight * (scores[0] + z_loss_weight * scores[1])).sum()
-    return loss, sums_by_objective(scores, objective), inputs
+    return loss, sums_by_objective(scores, objective, options.objectives), inputs
 
 
 class SpikeGuard:

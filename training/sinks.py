@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol, TextIO
 
 from tqdm import tqdm
 
-from data.objectives import OBJECTIVE_NAMES
+from data.objectives import KNOWN_NAMES
 from training.config import ConfigError, TrainingConfig
 from training.run_dir import RunView
 
@@ -109,7 +109,7 @@ def unbreakable(*streams: TextIO) -> Iterator[None]:
 
 
 _SHOWN = (
-    *((name, f"train/{name}_loss") for name in OBJECTIVE_NAMES),
+    *((name, f"train/{name}_loss") for name in KNOWN_NAMES),
     ("lr", "stats/learning_rate"),
 )
 
@@ -391,7 +391,7 @@ class Wandb(Sink):
         self.run.finish(int(failed))
 
 
-_NOT_LOGGED = {f"train/{objective}_perplexity" for objective in OBJECTIVE_NAMES}
+_NOT_LOGGED = {f"train/{objective}_perplexity" for objective in KNOWN_NAMES}
 _FALLING, _RISING = "min,last", "max,last"  # the best and the last value go into wandb's summary
 
 
@@ -406,7 +406,7 @@ def _define_metrics(run: Any) -> None:
     run.define_metric("stats/tokens_per_second", step_metric="step", summary="mean,last")
     run.define_metric("stats/mfu", step_metric="step", summary="mean,last")
     run.define_metric("stats/peak_memory_gib", step_metric="step", summary="max")
-    groups = [f"{prefix}{objective}_" for prefix in ("train/", "valid/", "valid/ema_") for objective in OBJECTIVE_NAMES]
+    groups = [f"{prefix}{objective}_" for prefix in ("train/", "valid/", "valid/ema_") for objective in KNOWN_NAMES]
     for group in ("train/", *groups):
         for measure, summary in (("loss", _FALLING), ("perplexity", _FALLING), ("accuracy", _RISING)):
             if f"{group}{measure}" not in _NOT_LOGGED:

@@ -19,7 +19,6 @@ from torch import nn
 from data.counter_rng import signed
 from data.loader import BatchBuilder, RowBatch, StepBatch
 from data.masking import fingerprint
-from data.objectives import OBJECTIVE_NAMES
 from data.plan import DataPlan, StepPlan
 from data.wording import ranks_text
 from model_config import ModelConfig
@@ -50,7 +49,7 @@ def train_step(
     are divided, so that gradients are sums over micro-batches and ranks.
     """
     world, step, rows = state.world, batch.plan.step, batch.plan.objective_rows
-    weights = loss_weights(rows, targets, config.token_weighted_loss)
+    weights = loss_weights(rows, targets, config.token_weighted_loss, plan.objectives)
     prints = torch.zeros((), dtype=torch.int64, device=world.device) if config.data_fingerprint else None
 
     state.forward_backward.begin(signed(plan.step_key(step)), weights.per_target)
@@ -85,7 +84,7 @@ def train_step(
         "stats/seq_length": batch.plan.seq_length,
         "stats/mask_p": batch.plan.mask_p,
         "stats/tokens": plan.tokens_before(done),
-        **{f"stats/{name}_rows": count for name, count in zip(OBJECTIVE_NAMES, rows, strict=True)},
+        **{f"stats/{each.name}_rows": count for each, count in zip(plan.objectives, rows, strict=True)},
     }
     if world.device.type == "cuda":
         metrics["stats/peak_memory_gib"] = torch.cuda.max_memory_allocated(world.device) / 2**30
@@ -131,20 +130,21 @@ def _find_spike(state: TrainState, batch: StepBatch, targets: Sequence[float]) -
     Raises on all ranks: DivergenceError where they differ, NonFiniteError where too many steps in a row are not finite.
     """
     assert state.spikes is not None
-    world, done = state.world, batch.plan.step + 1
+    world = state.world
     norm = state.optimizer_step.gradient_norm()
     local_sums = torch.cat((state.forward_backward.sums.flatten(), norm.to(torch.float64).view(1)))
     sums = world.to_host(world.all_reduce(local_sums.clone(), "losses"))
-    losses = sums[:-1].view(len(OBJECTIVE_NAMES), -1)[:, LOSS].tolist()
+    objectives = batch.plan.objectives
+    losses = sums[:-1].view(len(objectives), -1)[:, LOSS].tolist()
     figures = {
-        f"{name} loss": loss / count
-        for name, loss, count in zip(OBJECTIVE_NAMES, losses, targets, strict=True)
+        f"{each.name} loss": loss / count
+        for each, loss, count in zip(objectives, losses, targets, strict=True)
         if count
     }
     figures["gradient norm"] = float(sums[-1]) / world.size
     spiked, words = state.spikes.judge(batch.plan.seq_length, figures)
     if not all(map(math.isfinite, figures.values())):
-        error = _non_finite(done, local_sums, world)
+        error = _non_finite(batch.plan, local_sums, world)
         if isinstance(error, DivergenceError) or state.spikes.hopeless():
             raise error
     return spiked, words, norm
@@ -364,19 +364,19 @@ class AsyncStepMetrics:
         if pending.check is not None:
             pending.check.verify(self._world)
         record = dict(pending.metrics)
-        sums = pending.sums[:-1].view(len(OBJECTIVE_NAMES), -1).tolist()
+        sums = pending.sums[:-1].view(len(pending.plan.objectives), -1).tolist()
         norm = float(pending.sums[-1]) / self._world.size
         finite = all(math.isfinite(line[LOSS]) for line in sums) and math.isfinite(norm)
         if not finite and not pending.spiked:
-            raise _non_finite(pending.metrics["step"], pending.local_sums, self._world)
+            raise _non_finite(pending.plan, pending.local_sums, self._world)
         total = z_total = correct = count = 0.0
-        parts = zip(OBJECTIVE_NAMES, sums, pending.targets, pending.objective_weight, strict=True)
-        for name, part, targets, weight in parts:
+        parts = zip(pending.plan.objectives, sums, pending.targets, pending.objective_weight, strict=True)
+        for objective, part, targets, weight in parts:
             if part[COUNT] == 0:
                 continue
             mean = part[LOSS] / targets
-            record[f"train/{name}_loss"] = mean
-            record[f"train/{name}_accuracy"] = part[CORRECT] / part[COUNT]
+            record[f"train/{objective.name}_loss"] = mean
+            record[f"train/{objective.name}_accuracy"] = part[CORRECT] / part[COUNT]
             total += weight * mean
             z_total += weight * part[SQUARED_LOG_Z] / targets
             correct, count = correct + part[CORRECT], count + part[COUNT]
@@ -395,14 +395,14 @@ class AsyncStepMetrics:
         return record
 
 
-def _non_finite(step: int, local_sums: torch.Tensor, world: World) -> NonFiniteError | DivergenceError:
+def _non_finite(plan: StepPlan, local_sums: torch.Tensor, world: World) -> NonFiniteError | DivergenceError:
     """An error that says which rank and objective a bad value came from; called by all ranks."""
     everyone = world.all_gather_objects(local_sums.tolist(), "losses")  # of each rank as `sums`
-    columns = len(everyone[0]) // len(OBJECTIVE_NAMES)
+    step, columns = plan.step + 1, len(everyone[0]) // len(plan.objectives)
     bad = [
-        f"rank {rank}, {name} objective: the summed loss is {loss}"
+        f"rank {rank}, {objective.name} objective: the summed loss is {loss}"
         for rank, sums in enumerate(everyone)
-        for name, loss in zip(OBJECTIVE_NAMES, sums[LOSS:-1:columns], strict=True)
+        for objective, loss in zip(plan.objectives, sums[LOSS:-1:columns], strict=True)
         if not math.isfinite(loss)
     ]
     norms = {rank: sums[-1] for rank, sums in enumerate(everyone) if not math.isfinite(sums[-1])}

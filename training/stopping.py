@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import torch
 
 from data.loader import WEIGHT_UNITS, Loader, StepBatch
-from data.objectives import OBJECTIVE_NAMES
+from data.objectives import run_objectives
 from training import preemption
 from training.config import TrainingConfig
 from training.distributed import World
@@ -195,14 +195,14 @@ class Agreed(NamedTuple):
 
 
 def begin_agreement(
-    world: World, batch: StepBatch | None, wants_stop: bool, step: int, wants_save: bool = False
+    world: World, batch: StepBatch | None, wants_stop: bool, step: int, objectives: int, wants_save: bool = False
 ) -> Callable[[], Agreed]:
     """Tell the others what this rank knows and wants before `step`, beside what follows; the function waits for them.
 
     batch: this rank's rows of global batch `step`, None where they are not ready. Summed by the hosts, in whole units.
     A target weighs 1, so that these are numbers of targets, unless RowBatch.target_weights say otherwise.
     """
-    targets = [0] * len(OBJECTIVE_NAMES) if batch is None else batch.target_weights.tolist()
+    targets = [0] * objectives if batch is None else batch.target_weights.tolist()
     counts = torch.tensor([*targets, int(wants_stop), int(wants_save), int(batch is None)])
     sums = world.begin_all_reduce(counts, "target counts")
 
@@ -256,7 +256,8 @@ class Agreements:
             raise HardwareError(f"no rows came from {path} for {late:.0f} s; do its disks answer?")
         problem = self._log.problem or (self._saver and self._saver.problem)
         wants_stop = self._conditions.requested(problem) is not None
-        return begin_agreement(self._world, batch, wants_stop, step, self._saver is not None and self._saver.due(step))
+        wanted = (wants_stop, step, len(run_objectives(self._config.causal_rows)))
+        return begin_agreement(self._world, batch, *wanted, self._saver is not None and self._saver.due(step))
 
 
 def may_requeue(stop: Stop, config: TrainingConfig, environment: Environment) -> bool:

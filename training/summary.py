@@ -15,7 +15,7 @@ import torch
 from data.documents import BLOCK
 from data.loader import micro_batch_rows
 from data.mask_rates import MaskRates
-from data.objectives import OBJECTIVES
+from data.objectives import causal_parts, run_objectives
 from data.plan import DataPlan, StepPlan, rows_of_rank
 from data.special_tokens import OURS
 from data.wording import count
@@ -62,7 +62,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 def target_fraction(plan: StepPlan) -> float:
     """Expected fraction of positions that have a target in a step."""
-    fractions = [objective.target_fraction(plan.mask_p) for objective in OBJECTIVES]
+    fractions = [objective.target_fraction(plan.mask_p) for objective in plan.objectives]
     return sum(rows * fraction for rows, fraction in zip(plan.objective_rows, fractions, strict=True)) / plan.rows
 
 
@@ -80,7 +80,7 @@ def _batch_line(inputs: Inputs, step: int, world: World) -> str:
     per_micro = micro_batch_rows(inputs.config.local_batch_size, inputs.config.seq_length, plan.seq_length)
     largest = -(-plan.rows // world.size)
     pieces = -(-largest // per_micro)
-    parts = " + ".join(f"{rows:,} {each.name}" for each, rows in zip(OBJECTIVES, plan.objective_rows, strict=True))
+    parts = " + ".join(f"{rows:,} {each.name}" for each, rows in zip(plan.objectives, plan.objective_rows, strict=True))
     return (
         f"{plan.rows:,} rows x {plan.seq_length} = {plan.tokens:,} tokens a step, {parts}, "
         f"{count(pieces, 'micro-batch')} of {per_micro} a device"
@@ -133,21 +133,23 @@ def _ratio(inputs: Inputs) -> str:
     return f"{config.hybrid_numerator}/{config.hybrid_denominator}{last}"
 
 
-def _masks(config: TrainingConfig) -> str:
+def _ways(inputs: Inputs) -> str:
+    """What the other rows are, where they are not just causal, and how much is masked."""
+    config = inputs.config
     rates = MaskRates.parse(config.mask_rate)
     scheduled = f"{config.mask_p_start:g} -> {config.mask_p_end:g}"
     by_row = f" by row, {rates.mean(config.mask_p_start):.2f} on average" * (rates.kind != "fixed")
     power = f", targets weighed by rate^-{config.mask_rate_loss_power:g}" * bool(config.mask_rate_loss_power)
     shown = {"fixed": scheduled, "bimodal": f"{rates} and {scheduled}"}.get(rates.kind, str(rates))
-    return f"masks {shown}{by_row}{power}"
+    return f"{causal_parts(inputs.plan.objectives)}, masks {shown}{by_row}{power}"
 
 
 def _data_lines(inputs: Inputs) -> str:
     """Size of the corpus, how much of it is read, and what of a mix is real."""
     plan, corpus = inputs.plan, inputs.corpus
     epoch_tokens = corpus.tokens_before_epoch(1)
-    epochs = [plan.objective_tokens(number) / epoch_tokens for number in range(len(OBJECTIVES))]
-    reads = [f"{count:.2f}{' epochs' * (not number)} {OBJECTIVES[number].name}" for number, count in enumerate(epochs)]
+    epochs = [(each.name, plan.objective_tokens(number) / epoch_tokens) for number, each in enumerate(plan.objectives)]
+    reads = [f"{count:.2f}{' epochs' * (not number)} {name}" for number, (name, count) in enumerate(epochs)]
     size = f"{corpus.num_documents:,} documents, {epoch_tokens:,} tokens an epoch"
     lines = [f"{size}; this run reads {' and '.join(reads)}", *inputs.builder.mix.lines()]
     if (roles := inputs.config.special_tokens) != OURS:
@@ -169,7 +171,7 @@ def describe(
     last = config.max_steps - 1
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     grown = [f"rows of {plan.step(step).seq_length} from step {step}" for step in plan.length_changes()[1:-1]]
-    others = "".join(f"{each.rows} {each.name}, of the others " for each in OBJECTIVES if each.rows)
+    others = "".join(f"{each.rows} {each.name}, of the others " for each in plan.objectives if each.rows)
     missing = missing_kernels(config, model, world.device)
     absent = {name for name, reason in missing.items() if reason}
     need = memory_estimate(config, model, plan, parameters, absent, world.size, split)
@@ -188,7 +190,7 @@ def describe(
         "data": _data_lines(inputs),
         "validation": _validation_line(inputs),
         "zero-shot": zero_shot or "none (--evaluate_data)",
-        "objective": f"{others}{_ratio(inputs)} of rows masked, {_masks(config)}, split {split}{hint}",
+        "objective": f"{others}{_ratio(inputs)} of rows masked{_ways(inputs)}, split {split}{hint}",
         "batch, start": _batch_line(inputs, 0, world),
         "batch, end": _batch_line(inputs, last, world),
         "in all": _amounts_line(inputs),
@@ -295,7 +297,10 @@ def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -
     )  # fmt: skip
     if model.position_embedding == "rope":
         dtype = torch.bfloat16 if config.mixed_precision else torch.float32
-        attention = _Kernel("rotary attention", "attention", True, rope.obstacle(device, dtype), lambda: True)
+        problem = rope.obstacle(device, dtype)
+        if not problem and any(each.looks_ahead for each in run_objectives(config.causal_rows)):
+            problem = f"they know causal rows and whole ones alone, and --causal_rows is {config.causal_rows}"
+        attention = _Kernel("rotary attention", "attention", True, problem, lambda: True)
     residual = _Kernel(
         "residual" if averages else "residual without averages", "residual", False,
         residual_cuda.obstacle(device, width, sublayers) or (not model.stream_normalises) * model.other_norms,
@@ -417,7 +422,9 @@ def _largest_micro_batch(
     tokens are targets.
     """
     at = plan.step(step)
-    parts = [(OBJECTIVES[part.objective], len(part)) for part in rows_of_rank(at, world_size - 1, world_size, split)]
+    parts = [
+        (plan.objectives[part.objective], len(part)) for part in rows_of_rank(at, world_size - 1, world_size, split)
+    ]
     room = micro_batch_rows(config.local_batch_size, config.seq_length, at.seq_length)
     taken, targets = 0, 0.0
     for fraction, rows in sorted(((each.target_fraction(at.mask_p), rows) for each, rows in parts), reverse=True):

@@ -45,7 +45,7 @@ def train_without_waiting(
             lengths.append(batch.plan.seq_length)
             try:
                 torch.cuda.set_sync_debug_mode("error" if lengths.count(lengths[-1]) > first else "default")
-                targets = begin_agreement(world, batch, False, state.step)().targets
+                targets = begin_agreement(world, batch, False, state.step, len(read.plan.objectives))().targets
                 records += log.push(train_step(state, batch, targets, read.config, read.plan))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
