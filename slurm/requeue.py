@@ -21,6 +21,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
@@ -104,9 +105,11 @@ def _requeue(
     except RestartRefused as error:
         return _fail(config, environment, status, exit_code, f"{cause}. {error}")
     nodes, note = [], ""
-    if host and hosts_at_fault(config.run_folder, environment.job_id, environment.restart_count) == {host}:
-        blamed = hosts_at_fault(config.run_folder, environment.job_id) - {host}
-        nodes, note = preemption.plan_exclusion(environment.job_id, host, blamed)
+    found = partial(hosts_at_fault, config.run_folder, environment.job_id)
+    if host and found(environment.restart_count) == {host}:
+        again = any(host in found(start) for start in range(environment.restart_count))
+        if again or not can_start or not preemption.takes_steps(host):  # once may be chance
+            nodes, note = preemption.plan_exclusion(environment.job_id, host, found() - {host})
     if can_start and not nodes and _is_ours(environment):
         write_status(config.run_folder, environment, REQUEUED, cause, step, _last_step(config, status))
         note = f"; {note}" if note else ""

@@ -220,6 +220,25 @@ def test_ranks_start_again_where_the_allocation_goes_on(tmp_path, monkeypatch, s
     assert [command for command in commands if command.startswith("scontrol")] == asked
 
 
+@pytest.mark.parametrize(
+    ("blamed", "takes_steps", "stays"), [(["node2"], True, True), (["node3"], True, False), ([], False, False)]
+)
+def test_host_at_fault_is_left_the_second_time(tmp_path, monkeypatch, blamed, takes_steps, stays):
+    monkeypatch.setattr(preemption, "takes_steps", lambda _host: takes_steps)
+    monkeypatch.setattr(preemption, "query_job", lambda _job: preemption.JobStatus("RUNNING", 3600, 0))
+    monkeypatch.setattr(preemption, "plan_exclusion", lambda *_: (["node3"], "without node3"))
+    monkeypatch.setattr(preemption, "requeue", lambda *_: (preemption.REQUEUED, ""))
+    monkeypatch.setattr(preemption, "exclude_nodes", lambda *_: "")
+    config = TrainingConfig(train_path="-", config_file="-", tokenizer_path="-", name="run", output_dir=str(tmp_path))
+    config.run_folder.mkdir()
+    for restart, host in enumerate([*blamed, "node3"]):
+        environment = Environment("slurm", rank=0, job_id="77", restart_count=restart)
+        record_failure(config.run_folder, environment, "CUDA error", kind=HARDWARE.name, host_at_fault=host)
+    code, said = finish(config, environment, 75, requeue_on_crash=True, can_start=True)
+    assert code == (START_AGAIN if stays else 0)
+    assert ("without node3" in said) == (not stays)
+
+
 _NODES = "".join(f"node{number}|{'down*' if number == 4 else 'mixed'}|gpu:4\n" for number in (1, 2, 3, 4))
 _NODES += "cpu1|idle|(null)\n"
 _RETRIED = f"rank 0 on {HERE} failed first: CUDA error; SLURM starts job 77 again"

@@ -184,6 +184,7 @@ def excuse_attempt(config: TrainingConfig, environment: Environment) -> None:
 
 # SLURM's queue
 
+_STEP_SECONDS = 10  # within which a healthy host starts a process
 _COMMAND_SECONDS = 30  # a busy controller may take long to answer
 
 # States of a job before it runs, for the first time or again
@@ -397,6 +398,15 @@ def plan_exclusion(job_id: str, host: str, blamed: Collection[str]) -> tuple[lis
         if len(alike.difference(avoided)) >= needed:
             return avoided, f"without {node}" + (f", but with {', '.join(dropped)}: nodes run out" if dropped else "")
     return [], f"{node} is not excluded: too few nodes like it would be left for a job of {needed}"
+
+
+def takes_steps(host: str) -> bool:
+    """Whether SLURM can start a process on this host of the allocation that this process is in."""
+    command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={_short(host)}", "true"]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=_STEP_SECONDS, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def exclude_nodes(job_id: str, nodes: Collection[str]) -> str:

@@ -2,8 +2,8 @@
 """Python for jobs of tests (PYTHON=...): runs a script like python itself, slowly, and breaks it where a test says so.
 
 TEST_STEP_SECONDS: pause in each training step. TEST_RAISE, TEST_KILL: RANK:STEP at which that rank raises an error or
-kills itself. TEST_CRASH, TEST_DEVICE: RANK:STEP at which, at the job's first start only, it kills itself or meets an
-error of its GPU. TEST_LAYOUT: a folder to which each rank writes its environment. Other scripts run as they are.
+kills itself. TEST_CRASH, TEST_DEVICE: RANK:STEP at which, at the job's first start it kills itself, or at its first two
+meets an error of its GPU. TEST_LAYOUT: a folder to which each rank writes its environment. Other scripts run unchanged.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ def sabotage() -> None:
         here = f"{environment.rank}:{state.step + 1}"
         if os.environ.get("TEST_RAISE") == here:
             raise ZeroDivisionError("an error of rank 1's own")
-        if os.environ.get("TEST_DEVICE") == here and environment.restart_count == 0:
+        if os.environ.get("TEST_DEVICE") == here and environment.restart_count < 2:
             raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
         crashes = os.environ.get("TEST_CRASH") == here and environment.restart_count == 0
         if crashes or os.environ.get("TEST_KILL") == here:
