@@ -15,7 +15,7 @@ SLURM_ARGS ?=
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-slurm test-gpu lint bench clean
+.PHONY: help setup demo check test test-slurm test-gpu test-environments lint bench clean
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON)
@@ -73,6 +73,9 @@ test-gpu: setup  ## the tests that need a CUDA device
 # Nothing in preprocessing or on the tests' SLURM touches a GPU, and those tests import packages that a GPU machine
 # need not have.
 	$(RUN) -m pytest -m gpu --ignore-glob='tests/test_preprocessing*' --ignore-glob='tests/test_slurm*' $(ARGS)
+
+test-environments: setup  ## an exported folder in three fresh environments: transformers 5 and 4.57, sentence-transformers
+	$(RUN) tests/environments/run.py $(ARGS)
 
 lint: setup  ## ruff (lint and format) and pyright
 	$(RUN) -m ruff check .

@@ -35,6 +35,7 @@ from export.model_card import NOTHING_STATED, Stated, longest_row, model_card, r
 from export.native import NativeForm, native_form
 from export.push import PushError, check_hub, push
 from export.revisions import GitError, Revision, find_revisions, is_git_address, push_revisions, write_revisions
+from export.sentence_files import write_sentence_files
 from model import LTGBert, ModelConfig, ModelConfigError
 from model_config import PUBLISHED_KEYS
 from training.checkpoint import Checkpoint, CheckpointError, locate, rows_begin_with_bos
@@ -57,6 +58,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--native", action="store_true",
         help="as the class that transformers has for this model_type, such as ModernBertForMaskedLM, which other "
         "programs know and which needs no code of ours; refused where that class is another model",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sentence_transformers", action="store_true",
+        help="also write modules.json and what it names, by which OUT is a model of sentence-transformers with mean "
+        "pooling, cut at the longest row of training",
     )  # fmt: skip
     parser.add_argument(
         "--all_checkpoints", action="store_true",
@@ -106,12 +112,14 @@ def main(arguments: list[str] | None = None) -> int:
         if options.push and not to_git:
             check_hub(options.push)
         name = "" if to_git else options.push
+        also = options.sentence_transformers
+        chosen = (options.model, options.output, options.ema, name, stated, options.native, also)
         if options.all_checkpoints:
-            revisions = export_all(options.model, options.output, options.ema, name, stated, options.native)
+            revisions = export_all(*chosen)
             names = [branch for revision in revisions for branch in revision.names]
             print(f"{options.output} is a git repository; branches: {', '.join(names)}; main is the last")
         else:
-            export(options.model, options.output, options.ema, name, stated, options.native)
+            export(*chosen)
         how = "needs no code of ours" if options.native else "loads it with trust_remote_code=True"
         print(f"{options.output} is ready: transformers {how}", flush=True)
         if options.push:
@@ -133,14 +141,16 @@ def export(
     name: str = "",
     stated: Stated = NOTHING_STATED,
     native: bool = False,
+    sentences: bool = False,
 ) -> None:
     """Write `output`, whole or not at all. name: how the model card calls the model (default: the run's name).
 
+    sentences: also as a model of sentence-transformers.
     Raises ExportError, CheckpointError or ModelConfigError.
     """
     check_output(output)
     with writing(output) as (temporary, finish):
-        _export_into(temporary, model_path, ema, name, name or output.name, stated, native)
+        _export_into(temporary, model_path, ema, name, name or output.name, stated, native, sentences)
         finish(temporary)
 
 
@@ -151,6 +161,7 @@ def export_all(
     name: str = "",
     stated: Stated = NOTHING_STATED,
     native: bool = False,
+    sentences: bool = False,
 ) -> list[Revision]:
     """Write `output`, a git repository with a branch for each checkpoint of a run, whole or not at all.
 
@@ -160,13 +171,21 @@ def export_all(
     revisions = find_revisions(Path(run))
     place = name or output.name
     with writing(output) as (temporary, finish):
-        write_revisions(temporary, revisions, lambda path, to: _export_into(to, path, ema, name, place, stated, native))
+        options = (ema, name, place, stated, native, sentences)
+        write_revisions(temporary, revisions, lambda path, to: _export_into(to, path, *options))
         finish(temporary)
     return revisions
 
 
 def _export_into(
-    folder: Path, model_path: str | Path, ema: bool | str, name: str, place: str, stated: Stated, native: bool
+    folder: Path,
+    model_path: str | Path,
+    ema: bool | str,
+    name: str,
+    place: str,
+    stated: Stated,
+    native: bool,
+    sentences: bool,
 ) -> None:
     """All files of an exported model; `name` and `place` are those of the model card."""
     if is_exported(Path(model_path)):
@@ -179,6 +198,8 @@ def _export_into(
     special = load_special_tokens(checkpoint.path, tokenizer)
     special.require(("bos", "pad", "mask"), f"the tokenizer of {checkpoint.path}")
     write_files(folder, checkpoint, model, special, ema, (name, place), stated, form)
+    if sentences:
+        write_sentence_files(folder, name or place)
 
 
 def _form(config: ModelConfig, path: Path, native: bool) -> NativeForm | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import warnings
 from pathlib import Path
@@ -10,25 +11,37 @@ import pytest
 from helpers.tiny_exports import ROOT, library, make_exported, write_expected
 
 pytestmark = pytest.mark.slow
-# Read, as importing them would import transformers before any test runs. What is left out test_export.py has.
-CHECKS = re.findall(r"^def check_(\w+)", (ROOT / "tests/environments/drive.py").read_text(), flags=re.MULTILINE)
+# Read, as importing them would import transformers before any test runs.
+CHECKS = {
+    name: drive
+    for drive in ("drive", "drive_adapters", "drive_embeddings")
+    for name in re.findall(r"^def check_(\w+)", (ROOT / f"tests/environments/{drive}.py").read_text(), re.MULTILINE)
+}
+# test_export.py has the first; the lock has no package for the others.
+ELSEWHERE = re.compile("outputs_are_ours|quantised|mteb")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     library()
-    model, folder = make_exported(tmp_path_factory.mktemp("exported"), "gpt-bert")
+    model, folder = make_exported(tmp_path_factory.mktemp("exported"), "gpt-bert", sentences=True)
     write_expected(model, folder)
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name in CHECKS if name != "outputs_are_ours" and "quantised" not in name])
-def test_libraries_drive_an_exported_folder(folder, name):
-    from environments import drive
-
+@pytest.mark.parametrize("name", [name for name in CHECKS if not ELSEWHERE.search(name)])
+def test_libraries_drive_an_exported_folder(folder, name, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "environments")
+    module = importlib.import_module(CHECKS[name])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations inside other libraries are not ours to fix
         try:
-            drive.CHECKS[name](folder)
-        except drive.Absent as reason:
+            module.CHECKS[name](folder)
+        except importlib.import_module("drive").Absent as reason:
             pytest.skip(f"{reason} (requirements.lock has it)")
+
+
+def test_the_hub_knows_a_model_of_sentence_transformers(folder):
+    card = pytest.importorskip("huggingface_hub").ModelCard.load(folder / "README.md")
+    assert card.data.tags[0] == "sentence-transformers"
+    assert 'SentenceTransformer("exported-gpt-bert"' in card.text

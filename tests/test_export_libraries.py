@@ -86,30 +86,6 @@ def test_trainer_accumulates_the_gradient_of_the_whole_batch(exported, tmp_path,
         torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-# Embeddings
-
-
-@pytest.mark.slow
-def test_sentence_transformers_takes_the_mean_and_cross_encoders_a_classifier(exported):
-    library()
-    package = pytest.importorskip(
-        "sentence_transformers", reason="needs sentence-transformers (requirements.lock has it)"
-    )
-    model, folder = exported
-    texts = ["The list holds é", "The"]
-    encoder = package.SentenceTransformer(str(folder), trust_remote_code=True, device="cpu")
-    found = encoder.encode(texts, convert_to_tensor=True)
-    tokenizer = load("AutoTokenizer", folder)
-    for text, vector in zip(texts, found, strict=True):
-        ids = torch.tensor([tokenizer(text).input_ids])
-        with torch.no_grad():
-            expected = model.encode(ids, torch.zeros_like(ids), False)[0].mean(dim=0)
-        torch.testing.assert_close(vector, expected, rtol=1e-5, atol=1e-5)
-    cross = package.CrossEncoder(str(folder), num_labels=1, trust_remote_code=True, device="cpu")
-    assert type(cross.model).__name__ == "GPTBertForSequenceClassification"
-    assert len(set(cross.predict([("a", "b"), ("The list", "holds")]).tolist())) == 2
-
-
 # Heads for answers and choices
 
 

@@ -1,16 +1,18 @@
-"""Drives exported folders through transformers and PEFT, whichever versions the running environment has.
+"""Drives exported folders through transformers, whichever version the running environment has.
 
-    python drive.py FOLDER        # prints the versions and a line for each check; ends with 1 where one failed
+    python drive.py FOLDER
 
-FOLDER holds exported models and, in each, expected.safetensors: what our own code computes from the same weights
-(tests/helpers/tiny_exports.py writes it). Nothing of the repository is imported, so that this file can be copied
-anywhere; tests/test_export_environments.py runs the same checks in the environment of the lock.
+Prints the versions and a line for each check, and ends with 1 where one failed. FOLDER holds exported models and, in
+each, expected.safetensors: what our own code computes from the same weights (tests/helpers/tiny_exports.py writes it).
+Nothing of the repository is imported, so that this file can be copied anywhere; tests/test_export_environments.py runs
+the same checks in the environment of the lock.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 import sys
 import tempfile
 import time
@@ -34,7 +36,6 @@ HEADS = {  # class of transformers: PEFT's task
     "AutoModelForCausalLM": "CAUSAL_LM",
 }
 SENTENCES = ["The function returns the length of the list.", "The list", "returns naïve words"]
-MATRICES = ["in_proj_qk", "in_proj_vg", "in_proj_v", "out_proj", "mlp.1", "mlp.4"]
 CACHES = ("dynamic", "static", "sliding_window", "hybrid", "offloaded", "offloaded_static")
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 
@@ -277,6 +278,7 @@ def train(model: Any, auto: str, folder: Path, out: str, **options: Any) -> Any:
         per_device_train_batch_size=2, learning_rate=1e-3, **options,
     )  # fmt: skip
     trainer = transformers.Trainer(model, arguments, train_dataset=data)
+    trainer.remove_callback(transformers.PrinterCallback)
     loss = trainer.train().training_loss
     assert 0 < loss < 20, loss
     found = trainer.predict(data)
@@ -298,35 +300,6 @@ def check_trainer_with_checkpointing_and_bf16(folder: Path) -> None:
             with torch.no_grad():
                 close(again(**inputs)[0], model(**inputs)[0])
             load("AutoModel", Path(out))  # every other class still loads from what was saved
-
-
-# Adapters
-
-
-def check_adapters_for_every_head(folder: Path) -> None:
-    peft = need("peft")
-    inputs, _ = rows("right", folder)
-    for auto, task in HEADS.items():
-        given = batch_for(auto, inputs)
-        torch.manual_seed(0)
-        targets = "all-linear" if task in ("SEQ_CLS", "CAUSAL_LM", None) else MATRICES
-        config = peft.LoraConfig(task_type=task, target_modules=targets)
-        before = load(auto, folder).eval()
-        model = peft.get_peft_model(before, config)
-        loss = model(**given, **labels_for(auto, inputs)).loss
-        loss.backward()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    assert parameter.grad is not None, (auto, name)
-                    parameter += 0.1
-            expected = model.eval()(**given)[0]
-            with tempfile.TemporaryDirectory() as out:
-                model.save_pretrained(out)
-                torch.manual_seed(7)  # another new head, which the adapter's own replaces
-                again = peft.PeftModel.from_pretrained(load(auto, folder), out).eval()
-                close(again(**given)[0], expected)
-            close(model.merge_and_unload()(**given)[0], expected, 1e-4)
 
 
 # Where weights lie, and in what form
@@ -364,7 +337,9 @@ def quantised(folder: Path, config: Any) -> None:
     model = load("AutoModelForCausalLM", folder, quantization_config=config, device_map="cpu")
     logits = model(**inputs).logits[real].float()
     cosine = torch.cosine_similarity(logits, known["right/causal_logits"][real], dim=-1)
-    assert cosine.min() > 0.9, cosine.min()
+    assert cosine.mean() > 0.8, cosine.mean()  # weights are random, so that 4 bits lose much
+    matrix = model.transformer.attention_layers[0].in_proj_qk
+    assert type(matrix) is not torch.nn.Linear or type(matrix.weight) is not torch.nn.Parameter, "nothing is quantised"
     assert model.generate(**inputs_alone(folder), **GREEDY).shape[1] > 12
 
 
@@ -413,6 +388,7 @@ def main(checks: dict[str, Callable[[Path], None]], folder: Path) -> int:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
     print(versions(), flush=True)
     failed = 0
     for model in sorted(path.parent for path in folder.glob("*/expected.safetensors")):
@@ -424,7 +400,7 @@ def main(checks: dict[str, Callable[[Path], None]], folder: Path) -> int:
                 outcome = f"left out: {reason}"
             except Exception:
                 outcome, failed = f"FAILED\n{traceback.format_exc()}", failed + 1
-            print(f"{model.name:15} {name:45} {time.monotonic() - begun:5.1f} s  {outcome}", flush=True)
+            print(f"{model.name:14} {name:38} {time.monotonic() - begun:5.1f} s  {outcome}", flush=True)
     return int(failed > 0)
 
 

@@ -37,11 +37,11 @@ def tokenizer_text() -> str:
     return train_on(TEXT, VOCABULARY).to_str()
 
 
-def random_model(form: str, seed: int = 0) -> LTGBert:
+def random_model(form: str, seed: int = 0, **sizes: int) -> LTGBert:
     """A model all of whose parameters matter: nothing is left at 0 or 1 as at the start of training."""
     config = ModelConfig(
-        hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=48, vocab_size=VOCABULARY,
-        max_position_embeddings=24, position_bucket_size=8, **FORMS[form],
+        num_hidden_layers=3, num_attention_heads=2, vocab_size=VOCABULARY, max_position_embeddings=24,
+        position_bucket_size=8, **FORMS[form], **({"hidden_size": 32, "intermediate_size": 48} | sizes),
     )  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     model = build_model(config, generator).eval()
@@ -76,10 +76,10 @@ def make_run(run: Path) -> Path:
     return run
 
 
-def make_exported(folder: Path, form: str) -> tuple[LTGBert, Path]:
+def make_exported(folder: Path, form: str, sentences: bool = False, **sizes: int) -> tuple[LTGBert, Path]:
     """A random model and its exported folder."""
-    model = random_model(form)
-    export(make_checkpoint(folder / form, model), folder / form / f"exported-{form}")
+    model = random_model(form, **sizes)
+    export(make_checkpoint(folder / form, model), folder / form / f"exported-{form}", sentences=sentences)
     return model, folder / form / f"exported-{form}"
 
 
