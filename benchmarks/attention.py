@@ -5,9 +5,9 @@
 Every method gets bfloat16 queries, keys and values of the same sizes in the same process; times are medians of CUDA
 events around a forward and around its backward, after a warm-up, each from a device queue that is not empty (so that no
 launch is timed). Kernels and reference run with dropout 0.1 and bidirectional rows; "documents" adds boundaries of
-documents (about 200 tokens apart) and "causal" causal rows. SDPA has no positions: what attention costs without them.
-FlexAttention gathers its scores from tables of q @ K_pos and k @ Q_pos, and cannot drop out. flashdeberta (if
-installed) computes the same scores and has no dropout.
+documents (about 200 tokens apart), "causal" causal rows and "blocks" rows that are causal between blocks of 16. SDPA
+has no positions: what attention costs without them. FlexAttention gathers its scores from tables of q @ K_pos and
+k @ Q_pos, and cannot drop out. flashdeberta (if installed) computes the same scores and has no dropout.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Inputs:
         boundaries = torch.rand(batch, length, device="cuda") < 1 / 200
         self.ids = boundaries.cumsum(1) if variant == "documents" else torch.zeros_like(boundaries, dtype=torch.int64)
         self.causal = torch.full((batch,), variant == "causal", device="cuda")
+        if variant == "blocks":  # an end for each token
+            self.causal = (torch.arange(length, device="cuda") // 16 * 16 + 16).repeat(batch, 1)
         keys = DropoutKeys(torch.arange(batch, device="cuda"), torch.tensor(1, device="cuda"))
         states = dropout_states(keys, length, length)
         self.dropout = (p, head_keys(states.tokens, 3, heads), states.columns) if p else (0.0, None, None)
@@ -172,6 +174,7 @@ def main() -> int:
         ("ours", kernels, "", True),
         ("ours, documents", kernels, "documents", True),
         ("ours, causal", kernels, "causal", True),
+        ("ours, blocks", kernels, "blocks", True),
         ("ours, no dropout", kernels, "", False),
         ("reference", reference, "", True),
         ("SDPA, no positions", sdpa, "", True),

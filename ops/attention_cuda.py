@@ -315,8 +315,10 @@ def _check(inputs: _Inputs) -> None:
         wrong = f"heads of {head_dim} features and {positions.size(0)} slots; see available()"
     elif query_key.shape != (batch, length, 2, heads, head_dim) or positions.shape[1:] != (2, heads, head_dim):
         wrong = f"query_key {list(query_key.shape)}, positions {list(positions.shape)} and value {list(value.shape)}"
-    elif spans.shape[-3:] != (batch, length, 2) or inputs.slots.size(0) != 2 * padded_length(length) + 1:
-        wrong = f"metadata of {list(spans.shape[:2])} tokens for value {list(value.shape)}"
+    elif spans.numel() != batch * length * 2 * (1 + (spans.ndim == 4)) or spans.shape[-3:] != (batch, length, 2):
+        wrong = f"metadata of {list(spans.shape[-3:-1])} tokens for value {list(value.shape)}"
+    elif inputs.slots.size(0) != 2 * padded_length(length) + 1:
+        wrong = f"tables of {inputs.slots.size(0)} distances for value {list(value.shape)}"
     elif not (query_key.dtype == value.dtype == positions.dtype == torch.bfloat16):
         wrong = f"query_key {query_key.dtype}, value {value.dtype} and positions {positions.dtype}, not bfloat16"
     elif keys is not None and columns is not None and (keys.shape != (batch, heads, length) or len(columns) < length):

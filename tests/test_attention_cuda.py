@@ -66,6 +66,25 @@ def test_fake_attention_operators_have_real_shapes():
         assert [x.shape for x in gradients] == [x.shape for x in (query_key, value, positions)]
 
 
+@pytest.mark.parametrize("by_token", [False, True])
+def test_kernel_of_keys_is_given_the_queries_that_see_them(monkeypatch: pytest.MonkeyPatch, by_token: bool):
+    """What is launched backwards, with which spans; without ends of tokens all kernels get the same."""
+    ids, causal = torch.zeros(2, 70, dtype=torch.int64), torch.tensor([True, False])
+    metadata = fused_metadata(ids, torch.full((2, 70), 16) if by_token else causal, 32, 512)
+    shapes = ((2, 70, 2, 3, 64), (2, 70, 3, 64), (63, 2, 3, 64))
+    query_key, value, positions = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+    launched: dict[str, int] = {}
+    monkeypatch.setattr(attention_cuda._Arguments, "parts", lambda *_: 1)
+    monkeypatch.setattr(
+        attention_cuda._Arguments, "launch", lambda self, name: launched.update({name: self.params.spans})
+    )
+    tensors = (value, value, torch.zeros(2, 3, 70), query_key, value, positions)
+    attention_cuda._attention_backward._init_fn(*tensors, *metadata, 0.0, None, None)
+    keys = metadata.spans[1] if by_token else metadata.spans
+    assert launched["relative_attention_backward_queries"] == metadata.spans.data_ptr()
+    assert launched["relative_attention_backward_keys"] == keys.data_ptr()
+
+
 # The kernels
 
 
