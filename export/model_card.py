@@ -153,6 +153,9 @@ is_split_into_words=True)`. The masked model's logits are aligned with its input
 network predicts the next token under both objectives; the shift is inside, and the first token of a row, which nothing
 precedes, gets logits 0.)
 
+Attention is PyTorch's SDPA, with relative positions one T x T tensor a head; `attn_implementation="flex_attention"`
+needs memory linear in a text's length (CUDA, no dropout), and `"eager"` is the reference, which all others equal.
+
 **BabyLM's evaluation pipeline:** backends `causal` and `mlm`. Not `mntp`, which would shift the logits a second time:
 it gives no error, and scores that mean nothing. Fine-tuning works with and without its causal option."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -144,8 +146,6 @@ def test_no_tensor_grows_with_the_square_of_the_length(folders, form, monkeypatc
 
 def module_of(model: Any, name: str) -> ModuleType:
     """A file of the exported folder, as transformers has imported it."""
-    import sys
-
     return sys.modules[f"{type(model).__module__.rpartition('.')[0]}.{name}"]
 
 
@@ -221,3 +221,58 @@ def test_a_function_without_relative_positions_is_refused(folders):
     base = load("AutoModel", folders["gpt-bert"][1], attn_implementation="paged_for_test")
     with pytest.raises(ValueError, match="'paged_for_test' knows no relative positions"):
         base(torch.tensor([[1, 20, 30]]))
+
+
+# Our kernels, where the repository is
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@torch.no_grad()
+def test_the_kernels_serve_exported_models(folders, device):
+    """On a CPU the reference in their place, in float32; on a GPU the kernels in bf16, whose heads are larger."""
+    from export.attention_kernels import register
+
+    register()
+    folder, options, tolerance = folders["gpt-bert"][1], dict[str, Any](), 1e-5
+    if device == "cuda":
+        options, tolerance = {"dtype": torch.bfloat16, "num_attention_heads": 1}, 3e-2
+    eager, ours = (
+        load("AutoModel", folder, attn_implementation=name, **options).to(device) for name in ("eager", "hybrid")
+    )
+    ids = torch.randint(16, 300, (2, 144), generator=torch.Generator().manual_seed(1)).to(device)
+    mask = torch.ones_like(ids)
+    mask[0, 140:] = mask[1, :20] = 0
+    texts = torch.cat([torch.arange(100), torch.arange(44)])[None].to(device)
+    for given in ({}, {"attention_mask": mask}, {"attention_mask": mask, "position_ids": texts}):
+        for causal in (False, True):
+            expected = eager(ids, is_causal=causal, **given).last_hidden_state
+            found = ours(ids, is_causal=causal, **given).last_hidden_state
+            assert (found - expected).abs().max() <= tolerance * expected.abs().max(), (list(given), causal)
+    if device == "cuda":
+        compiled = torch.compile(ours)(ids, is_causal=True, **given).last_hidden_state
+        assert (compiled - expected).abs().max() <= tolerance * expected.abs().max()
+    mask[0, 60:65] = 0
+    with pytest.raises(ValueError, match="'hybrid' knows no padding inside a text: load the model with 'sdpa'"):
+        ours(ids, attention_mask=mask)
+    with pytest.raises(ValueError, match="'hybrid' has no rotary positions"):
+        load("AutoModel", folders["ltg-bert-rope"][1], attn_implementation="hybrid")(ids.cpu())
+
+
+@pytest.mark.slow
+def test_the_benchmark_times_ours_and_the_exported_model(tmp_path):
+    library()
+    from benchmarks.exported import main
+
+    sizes = {
+        "model_type": "gpt-bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 48, "vocab_size": 1024, "max_position_embeddings": 32, "position_bucket_size": 8,
+    }  # fmt: skip
+    (tmp_path / "tiny.json").write_text(json.dumps(sizes))
+    flags = {"config": tmp_path / "tiny.json", "seq_length": 12, "rows": 2, "samples": 2, "prompt": 3, "new_tokens": 4}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    out = tmp_path / "out.json"
+    assert main([*words, "--device=cpu", "--no-compile", "--padded", "--repetitions=1", f"--output={out}"]) == 0
+    found = json.loads(out.read_text())
+    for name in ("ours", "sdpa", "flex_attention", "hybrid"):
+        assert all(found["reading"][0][name][kind] > 0 for kind in ("bidirectional_ms", "causal_ms"))
+    assert all(found["writing"][name] > 0 for name in ("ours", "generate()"))
