@@ -54,7 +54,8 @@ def retried(action: Callable[[], _Result], what: str, problem: type[Exception], 
 
 def _is_final(error: BaseException) -> bool:
     """Whether another try would fail as well."""
-    status = getattr(error.__cause__ or error, "status", None)
+    cause = error.__cause__ or error
+    status = getattr(cause, "status", getattr(getattr(cause, "response", None), "status_code", None))
     if isinstance(status, int):
         return 400 <= status < 500 and status not in (408, 425, 429)
     # fsspec says "not found" of whatever fails over https://: aiohttp's errors without a status are lost connections.

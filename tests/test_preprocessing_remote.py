@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from types import SimpleNamespace
 
 import fsspec
 import pyarrow
@@ -107,6 +108,23 @@ def test_what_cannot_be_read_is_one_sentence(server, tokenizer_path, tmp_path, c
     error = refused(capsys, *flags, f"{server.url}/a.txt")
     assert "a.txt could not be read in 5 tries (503, message='Service Unavailable'" in error
     assert len(server.requests) == 10  # fsspec asks twice each time
+
+
+def test_what_is_final_is_tried_once():
+    """As huggingface_hub says that there is no repository, and s3fs that there is no object."""
+    no_repository, no_object = OSError("gone"), FileNotFoundError("gone")
+    no_repository.response = SimpleNamespace(status_code=404)  # type: ignore[attr-defined]
+    no_object.__cause__ = RuntimeError("gone")
+    for error in (no_repository, no_object):
+        tries = []
+
+        def fails(error=error, tries=tries):
+            tries.append(1)
+            raise error
+
+        with pytest.raises(CommandError, match=r"x could not be read \(gone\); check the path and your rights"):
+            remote_files.retried(fails, "x", CommandError)
+        assert len(tries) == 1
 
 
 def test_a_file_that_is_cut_off_or_changed_is_refused(server):
