@@ -41,6 +41,12 @@ def test_libraries_drive_an_exported_folder(folder, name, monkeypatch):
             pytest.skip(f"{reason} (requirements.lock has it)")
 
 
+@pytest.mark.gpu
+def test_offloaded_caches_generate_the_same(folder, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "environments")
+    importlib.import_module("drive").check_every_cache_generates_the_same(folder)
+
+
 def test_the_hub_knows_a_model_of_sentence_transformers(folder):
     card = pytest.importorskip("huggingface_hub").ModelCard.load(folder / "README.md")
     assert card.data.tags[0] == "sentence-transformers"
