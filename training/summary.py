@@ -155,7 +155,7 @@ def _data_lines(inputs: Inputs) -> str:
     if (roles := inputs.config.special_tokens) != OURS:
         lines.append(f"special tokens {roles}; {len(inputs.builder.options.special_ids):,} ids are no words")
     if corpus.blocks is None and corpus.num_documents >= _MANY_DOCUMENTS:
-        size = corpus.num_documents * (8 + sum(count > 0 for count in epochs) * 8 / BLOCK) / 1e9
+        size = corpus.num_documents * (8 + sum(count > 0 for _, count in epochs) * 8 / BLOCK) / 1e9
         lines.append(
             f"an index of all documents: {size:.1f} GB of memory a node and some {corpus.num_documents * 15e-8:.0f} s "
             "before the first step; begun with --order blocks, a run needs neither"
