@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers.ranks import Outcome, Run, run_ranks
-from helpers.tiny_runs import ROOT, flags, make_inputs, training_lines
+from helpers.tiny_runs import ROOT, flags, make_inputs, run, training_lines
 from safetensors.torch import load_file
 from torch import nn
 
@@ -37,6 +37,7 @@ NAMES = ("lamb_whole", "lamb_bfloat16")
 SAME = {
     **{f"{name}_two": f"{name}_one" for name in OPTIMIZERS},
     "lamb_full": "lamb_one",
+    "nadam_traced": "nadam_plain",
     "lamb_two_four": "lamb_one",
     "normuon_one_four": "normuon_one",
     "nadam_two_one": "nadam_one",
@@ -69,6 +70,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
         "nadam_two": Run(uneven, fault="gives_back"),
         "lamb_full": Run(options("lamb_full", "full"), fault="stale_once"),
     }
+    short = {"max_steps": 2, "length_milestones": "", "batch_reduction": 1, "tail_average": "1"}
+    two["nadam_plain"] = Run(options("nadam_plain", "none", **short))
+    two["nadam_traced"] = Run(options("nadam_traced", "full", compile=True, **short), fault="gives_back")
     two["lamb_whole"] = Run(options("lamb_whole", "none"))
     two["lamb_bfloat16"] = Run(options("lamb_bfloat16", "zero1", allreduce_dtype="bfloat16"))
     coupled = options("nadam_coupled", "zero1", optimizer="tests.helpers.odd_optimizer.Coupled")
@@ -220,3 +224,16 @@ def test_owners_have_about_as_much():
         36,
     ]
     assert balanced([1, 1], 4) == [0, 1]  # ranks without any
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
+def test_layers_take_less_memory_of_each_gpu(tmp_path: Path):
+    """100 M parameters on two: about 14 bytes of each with zero1 and 10 with full, beside activations."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_hidden_layers": 8}
+    inputs, peaks = make_inputs(tmp_path / "inputs", **sizes), {}
+    options = {"device": "cuda", "max_steps": 3, "validate_every": 0, "save_every": 0, "length_milestones": ""}
+    for sharding in ("zero1", "full"):
+        run(flags(inputs, tmp_path, sharding, sharding=sharding, activation_checkpointing="layer", **options), 2)
+        peaks[sharding] = training_lines(tmp_path / sharding)[-1]["stats/peak_memory_gib"]
+    assert peaks["full"] < 0.9 * peaks["zero1"]

@@ -156,10 +156,13 @@ class ForwardBackward:
         device: torch.device,
         mixed_precision: bool,
         captures: bool,
+        keeps_copies: bool = True,
     ) -> None:
-        """captures: with CUDA graphs; `gradients` must then keep their addresses."""
+        """captures: with CUDA graphs; `gradients` must then keep their addresses. keeps_copies: autocast's of weights,
+        until a forward pass ends."""
         self._model, self._gradients, self._options, self._z_loss_weight = model, gradients, options, z_loss_weight
         self._device, self.mixed_precision, self.captures = device, mixed_precision, captures
+        self._keeps_copies = keeps_copies
         self.sums = torch.zeros(len(options.objectives), 4, dtype=torch.float64, device=device)
         self._weights = torch.zeros(len(options.objectives), device=device)
         self._step_key = torch.zeros((), dtype=torch.int64, device=device)
@@ -273,8 +276,9 @@ class ForwardBackward:
 
     def _forward(self, batch: RowBatch, slots: int | None) -> tuple[torch.Tensor, ModelInputs]:
         per_target = self._weights.unbind()
-        keeps = not self._gradients.layers.modules  # copies of weights until the pass ends
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self.mixed_precision, cache_enabled=keeps):
+        with torch.autocast(
+            self._device.type, dtype=torch.bfloat16, enabled=self.mixed_precision, cache_enabled=self._keeps_copies
+        ):
             loss, part, inputs = hybrid_loss(
                 self._model, batch, self._options, per_target, self._z_loss_weight, self._step_key, slots
             )

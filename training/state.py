@@ -123,8 +123,11 @@ class TrainState:
             compile_layers(model, {*recomputed, *gradients.layers.modules})
         recompute_activations(recomputed)
         gradients.layers.attach()
+        # Copies of all weights would take more than layers do whose matrices and activations come and go.
+        kept = not (gradients.layers.modules and config.activation_checkpointing == "layer")
+        mixed = bool(config.mixed_precision)
         forward_backward = ForwardBackward(
-            model, gradients, options, config.z_loss_weight, world.device, bool(config.mixed_precision), captures
+            model, gradients, options, config.z_loss_weight, world.device, mixed, captures, kept
         )
         update = OptimizerStep(model, optimizer, ema, config.max_gradient or math.inf, gradients)
         spikes = None
