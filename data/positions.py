@@ -170,6 +170,19 @@ def step_of(position: Position, schedule: BatchSchedule, exposure: Exposure) -> 
     return step
 
 
+def step_after(step: int, length: Position, schedule: BatchSchedule, exposure: Exposure) -> int:
+    """The first step before which so much has been used since `step`; of a fraction, the end of a run of which the
+    steps from `step` on are that part. Raises PositionError, of tokens, words and epochs also behind the end."""
+    if not length.value or (length.unit == "fraction" and length.value == 1):
+        raise PositionError(f"{length} of a run do not lie behind its step {step:,}")
+    if length.unit == "fraction":
+        return ceil(step / (1 - length.value))
+    if length.unit == "steps":
+        return step + int(length.value)
+    tokens = schedule.tokens_before(step) + exposure.tokens_of(length)
+    return step_of(Position(Fraction(tokens), "tokens"), schedule, exposure)
+
+
 def length_in_steps(length: Position, schedule: BatchSchedule, exposure: Exposure, at_end: bool) -> int:
     """The fewest steps, first or last ones of the run (`at_end`), that use so much. Raises PositionError."""
     if not at_end or length.unit in ("fraction", "steps"):

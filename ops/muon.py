@@ -116,8 +116,9 @@ class Muon(Lamb):
         counts = dict(zip(group["params"], group["projections"], strict=True))
         momenta = self._kept("momentum", parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
-        updates = torch._foreach_lerp(gradients, momenta, self.momentum)
+        momentum = group.get("momentum", self.momentum)  # of the group, where it moves
+        torch._foreach_lerp_(momenta, gradients, 1 - momentum)
+        updates = torch._foreach_lerp(gradients, momenta, momentum)
         stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         for parameter, update in zip(parameters, updates, strict=True):
             shape = (parameter.size(0) // counts[parameter], parameter.size(1))

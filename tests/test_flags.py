@@ -81,7 +81,7 @@ def test_paths_mean_the_same_from_anywhere():
     names = {name for name, spec in FIELDS.items() if spec.metadata["path"]}
     assert names == {
         name for name in FIELDS if name.endswith(("_path", "_dir", "_file", "_data", "_filename", "_weights"))
-    } | {"resume", "plugin"}
+    } | {"resume", "plugin", "anneal_from"}
     plugins = with_absolute_paths(dataclasses.replace(NEEDED, plugin=("x.py", "/y.py")), Path("/from")).plugin
     assert plugins == ("/from/x.py", "/y.py")
     for name in names - {"checkpoint_filename", "plugin"}:

@@ -182,6 +182,8 @@ def test_a_run_with_normuon_is_the_same_resumed_and_on_two_ranks(tmp_path):
     inputs = make_inputs(tmp_path / "inputs")
     options = {"optimizer": "normuon", "matrix_learning_rate": 2e-2, "learning_rate": 5e-3}
     options |= {"cautious_weight_decay": True, "max_steps": 10, "save_every": 5, "validate_every": 0}
+    options |= {"schedule": "0:0.1 linear, 2:1, 70%:1 exponential, 100%:0.1", "warmup_proportion": 0.016}
+    options["value_schedules"] = "momentum=one_cycle:0.95..0.85; beta2=0:0.9 linear, 8:0.98; weight_decay=linear:0..0.2"
 
     def arguments(folder: str) -> list[str]:
         return flags(inputs, tmp_path / folder, **options)
@@ -195,6 +197,10 @@ def test_a_run_with_normuon_is_the_same_resumed_and_on_two_ranks(tmp_path):
     assert [line["train/loss"] for line in lines] == [line["train/loss"] for line in resumed]
     assert [line["train/loss"] for line in lines] == pytest.approx([line["train/loss"] for line in two], rel=1e-5)
     assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 0.5
+    for key in ("learning_rate", "momentum", "beta2", "weight_decay"):
+        values = [[line[f"stats/{key}"] for line in each] for each in (lines, two, resumed)]
+        assert len({*values[0]}) > 3
+        assert values[0] == values[1] == values[2]
     ends = [open_checkpoint(tmp_path / folder / "run" / "checkpoints" / "step_00000010") for folder in ("whole", "two")]
     for part in ("model", "ema", "optimizer"):
         one, other = (end.tensors(part) for end in ends)

@@ -9,6 +9,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
+from helpers.tiny_models import make_model
 from helpers.tiny_runs import flags, make_inputs, run, training_lines
 
 from data.batch_schedule import BatchSchedule
@@ -16,7 +18,8 @@ from data.plan import DataPlan
 from data.positions import Exposure, PositionError, length_in_steps, parse_position
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.inputs import read_inputs
-from training.schedules import SCHEDULES, decay_factor, learning_rate
+from training.optimizers import MatrixOptions, make_optimizer, set_rates
+from training.schedules import SCHEDULES, decay_factor, learning_rate, rate_at, value_at, values_at
 
 NEEDED = TrainingConfig(train_path="a", config_file="b", tokenizer_path="c", name="d")
 
@@ -53,12 +56,61 @@ def test_schedules_without_warm_up_or_with_nothing_else(name: str):
     assert rates(name, warmup_proportion="4", cooldown_proportion="8", decay_proportion="10") == rates(name)
 
 
+def test_moving_values_reach_the_optimizer():
+    """A momentum that has moved is one that was given; betas only where there are some."""
+    weights = []
+    for given, moved in ((0.95, 0.8), (0.8, None)):
+        torch.manual_seed(0)
+        model = make_model()
+        optimizer = make_optimizer(model, "muon", 0.1, (0.9, 0.98), 1e-8, 0.1, MatrixOptions(momentum=given))
+        set_rates(optimizer, 0.1, 1.0, {"momentum": moved, "beta1": 0.5} if moved else {"beta1": 0.5})
+        assert {group["betas"] for group in optimizer.param_groups} == {(0.5, 0.98)}
+        for parameter in model.parameters():
+            parameter.grad = torch.sin(torch.arange(parameter.numel(), dtype=torch.float32)).view_as(parameter)
+        for _ in range(2):
+            optimizer.step()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*weights)
+
+
 def test_learning_rate_at_the_edges():
     assert [learning_rate(step, 10, 2.0, 0.0, 0.0) for step in (0, 10, 11)] == [2.0, 0.0, 0.0]
     assert learning_rate(9, 10, 2.0, 0.0, 0.0) > 0.2
     assert [learning_rate(step, 4, 1.0, 0.5, 0.5) for step in range(4)] == [0.0, 0.5, 0.1, 0.05]
     assert [learning_rate(step, 2, 3.0, 1.0, 0.0) for step in range(2)] == [0.0, 1.5]
     assert all(0 < learning_rate(step, 100, 1.0, 0.016, 0.016) <= 1 for step in range(1, 100))
+
+
+def test_points_are_their_formulas():
+    course = "0:0 linear, 4:1, 50%:0.5 exponential, 75%:0.125, 90%:0.25 linear, 100%:0"
+    found = [value_at(course, step, 20) for step in range(20)]
+    rise, fall = [0, 0.25, 0.5, 0.75], [0.5 * 0.25 ** (k / 5) for k in range(5)]
+    assert found == pytest.approx([*rise, *[1.0] * 6, *fall, *[0.125] * 3, 0.25, 0.125])
+    assert [learning_rate(step, 20, 2.0, 0.016, 0.016, course) for step in range(21)] == [2 * v for v in found] + [0]
+
+
+@pytest.mark.parametrize("shape", SCHEDULES)
+def test_other_values_take_any_shape_of_the_rate(shape: str):
+    """Between two values as the learning rate between 0 and its peak; or by points."""
+    courses = f"momentum={shape}:0.95..0.85; weight_decay={shape}:0..0.4;beta2=0:0.9, 20:0.98; ema_decay=0:0.5"
+    config = dataclasses.replace(NEEDED, max_steps=40, value_schedules=courses, warmup_proportion="4")
+    for step in range(40):
+        rate = learning_rate(step, 40, 1.0, "4", 0.016, shape, 0.2)
+        expected = {"momentum": 0.95 - 0.1 * rate, "weight_decay": 0.4 * rate, "beta2": 0.9 if step < 20 else 0.98}
+        assert values_at(config, step) == pytest.approx(expected | {"ema_decay": 0.5})
+    assert values_at(config, 25, begun=6)["beta2"] == 0.9  # of a branch whose schedule begins anew
+
+
+@pytest.mark.parametrize("root", [False, True])
+def test_annealed_rates_begin_where_the_planned_ones_were(root: bool):
+    config = dataclasses.replace(NEEDED, max_steps=30, planned_steps=100, anneal_steps="10", anneal_from="x")
+    config = dataclasses.replace(config, decay_shape="sqrt" if root else "linear")
+    planned = dataclasses.replace(NEEDED, max_steps=100)
+    assert [rate_at(config, step) for step in range(21)] == [rate_at(planned, step) for step in range(21)]
+    falls = [1 - math.sqrt(k / 10) if root else 1 - k / 10 for k in range(11)]
+    assert [rate_at(config, 20 + k) for k in range(11)] == pytest.approx(
+        [rate_at(planned, 20) * each for each in falls]
+    )
 
 
 def test_weight_decay_moves_linearly():
@@ -99,6 +151,25 @@ def test_the_end_of_a_growing_batch_is_counted_from_the_end():
         ({"reset": ("step",)}, "--reset is step but no checkpoint is named; give --resume PATH, too"),
         ({"reset": ("position",), "resume": "x"}, "--reset position needs step"),
         ({"reset": ("steps",), "resume": "x"}, "--reset is 'steps'; choose optimizer,schedule,step"),
+        ({"schedule": "slow"}, "--schedule is 'slow'; choose cosine, linear, polynomial, constant, wsd, one_cycle, or"),
+        ({"schedule": "0:x"}, "--schedule is '0:x'; '0:x' is no point of a course; give POSITION:VALUE, ..."),
+        ({"schedule": "1:1"}, "--schedule is '1:1'; a course begins with its value at 0, such as 0:1"),
+        ({"schedule": "0:1 linear"}, "--schedule is '0:1 linear'; linear leads from 0 to no other point; add one"),
+        ({"schedule": "0:1, 9x:1"}, "--schedule is '0:1, 9x:1'; '9x' is no position in a run"),
+        ({"schedule": "0:0 exponential, 5:1"}, "a course that is exponential cannot begin or end at 0"),
+        (
+            {"schedule": "0:1", "warmup_proportion": 0.1},
+            "--warmup_proportion is 0.1 but --schedule has points; add one",
+        ),
+        (
+            {"value_schedules": "lr=0:1"},
+            "--value_schedules is 'lr=0:1'; 'lr=0:1' names nothing that moves; give weight_decay, mom",
+        ),
+        ({"value_schedules": "momentum=slow:0..0.5"}, "'slow' in 'momentum=slow:0..0.5' is no shape; choose cosine"),
+        ({"value_schedules": "beta1=0:1"}, "beta1 of 1 is not at least 0 and below 1"),
+        ({"value_schedules": "weight_decay=0:1", "weight_decay": 0.0}, "--value_schedules has weight_decay; leave"),
+        ({"anneal_from": "a", "resume": "b"}, "--anneal_from names where to start and keeps all else; leave --resume"),
+        ({"planned_steps": 5}, "--planned_steps is 5, less than --max_steps (15625)"),
         ({"matrix_learning_rate": 0.1}, "--matrix_learning_rate is 0.1 but --optimizer is 'lamb'; it is for muon and"),
     ],
 )
@@ -113,7 +184,7 @@ def test_parts_of_the_run_in_tokens_become_steps(tmp_path):
     sizes = {"schedule": "wsd", "batch_reduction": 1, "length_milestones": "", "max_steps": 30}
 
     def config(**options) -> TrainingConfig:
-        return parse_config(flags(inputs, tmp_path, **sizes, **options), "")
+        return parse_config(flags(inputs, tmp_path, **{**sizes, **options}), "")
 
     found = read_inputs(config(warmup_proportion="2048t", decay_proportion="5")).config  # 1,024 tokens a step
     assert (found.warmup_proportion, found.decay_proportion) == ("2", "5")
@@ -127,6 +198,16 @@ def test_parts_of_the_run_in_tokens_become_steps(tmp_path):
             read_inputs(config(**{name: value}))
     with pytest.raises(SystemExit):
         config(warmup_proportion="soon")
+    sizes["warmup_proportion"] = 0.016
+    found = read_inputs(config(schedule="0:0 linear,2048t:1, 50%:0.5", value_schedules="beta1=0:0.5,1e:0.9")).config
+    assert found.schedule == "0:0.0 linear, 2:1.0, 50%:0.5"
+    assert found.value_schedules.startswith("beta1=0:0.5, ")
+    for name, value, sentence in (
+        ("schedule", "0:1, 2048t:0.5, 2:0.1", "--schedule is .*; '2:0.1' is not behind the point before it"),
+        ("value_schedules", "beta1=0:0.5, 99:0.9", "--value_schedules is .*; 99 lies behind the end of the run"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            read_inputs(config(**{name: value}, **({} if name == "schedule" else {"schedule": "constant"})))
 
 
 def test_with_an_open_end_the_order_of_rows_does_not_depend_on_the_length():
@@ -197,5 +278,23 @@ def test_a_wsd_run_goes_on_as_the_longer_one_that_it_was_not(tmp_path):
     assert extended == long[8:]
     assert "--max_steps was 12 and is now 20" in said
     assert "another order" not in said
+    options = {
+        "max_steps": 20,
+        "anneal_from": checkpoint,
+        "anneal_steps": "3",
+        "decay_proportion": "4",
+        "save_steps": 9,
+    }
+    annealed, said = lines("annealed", **options)
+    assert "--planned_steps was 0 and is now 12" in said
+    assert "another order" not in said
+    assert "linear from 1 of the peak at step 8 to 0" in said
+    assert [line["data/fingerprint"] for line in annealed] == [line["data/fingerprint"] for line in long[8:11]]
+    assert [line["stats/learning_rate"] for line in annealed] == pytest.approx([1e-2, 2e-2 / 3, 1e-2 / 3])
+    shutil.rmtree(tmp_path / "annealed" / "checkpoints" / "step_00000011")
+    checkpoint.rename(tmp_path / "elsewhere")
+    again, _ = lines("annealed", **options)
+    assert [line["train/loss"] for line in again] == [line["train/loss"] for line in annealed]
+    (tmp_path / "elsewhere").rename(checkpoint)
     _, said = lines("other", max_steps=20, decay_proportion="4", resume=checkpoint, batch_reduction=2)
     assert "rows come in another order from here on" in said

@@ -25,6 +25,7 @@ from data.positions import Position, parse_amount
 from data.ratio_schedule import parse_schedule
 from ops import reference
 from training.flags import ConfigError, Flags
+from training.schedules import SCHEDULES, parse_courses, parse_points
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class TrainingConfig(Flags):
         """The flag that gives the run's length in another unit than steps, and how much; None: in steps."""
         given = next((name for name in _BUDGETS[1:] if getattr(self, name)), None)
         return None if given is None else (given, parse_amount(getattr(self, given), given.removeprefix("max_")))
+
+    @property
+    def planned_length(self) -> int:
+        """The steps of the run for which rows and schedules are planned."""
+        return self.planned_steps or self.max_steps
 
     @property
     def ema_decays(self) -> tuple[float, ...]:
@@ -169,10 +175,11 @@ def _check_choices(config: TrainingConfig) -> None:
         raise ConfigError("--reset position needs step: where a run is in its data follows from its step")
     if config.weight_decay_end >= 0 and not config.weight_decay:
         raise ConfigError(f"--weight_decay_end is {config.weight_decay_end:g} but --weight_decay is 0; begin above 0")
+    _check_courses(config)
     for flag, choices, names in _ONLY_WITH:
         for name in names:
-            value = getattr(config, name)
-            if value != FIELDS[name].default and getattr(config, flag) not in choices:
+            value, annealed = getattr(config, name), name == "decay_shape" and config.anneal_from
+            if value != FIELDS[name].default and getattr(config, flag) not in choices and not annealed:
                 chosen = f"--{flag} is {getattr(config, flag)!r}"
                 raise ConfigError(f"--{name} is {value!r} but {chosen}; it is for {' and '.join(choices)} alone")
     if config.checkpoint_filename and config.resume != "auto":
@@ -180,6 +187,29 @@ def _check_choices(config: TrainingConfig) -> None:
             f"--checkpoint_filename {config.checkpoint_filename!r} and --resume {config.resume!r} both say where to "
             "resume from; give one of them"
         )
+
+
+def _check_courses(config: TrainingConfig) -> None:
+    """Courses by points, and of other values than the learning rate, can be read and are the only ones."""
+    try:
+        courses = parse_courses(config.value_schedules)
+    except ValueError as error:
+        raise ConfigError(f"--value_schedules is {config.value_schedules!r}; {error}") from None
+    if "weight_decay" in courses and (config.weight_decay_end >= 0 or not config.weight_decay):
+        raise ConfigError("--value_schedules has weight_decay; leave --weight_decay_end out and --weight_decay above 0")
+    if config.schedule not in SCHEDULES:
+        try:
+            parse_points(config.schedule)
+        except ValueError as error:
+            raise ConfigError(f"--schedule is {config.schedule!r}; {error}") from None
+        if config.warmup_proportion != FIELDS["warmup_proportion"].default:
+            raise ConfigError(f"--warmup_proportion is {config.warmup_proportion} but --schedule has points; add one")
+    if config.anneal_from and (
+        config.checkpoint_filename or config.resume not in ("auto", config.anneal_from) or config.reset
+    ):
+        raise ConfigError("--anneal_from names where to start and keeps all else; leave --resume and --reset out")
+    if config.planned_steps and config.planned_steps < config.max_steps:
+        raise ConfigError(f"--planned_steps is {config.planned_steps}, less than --max_steps ({config.max_steps})")
 
 
 # Command line and recipes

@@ -70,12 +70,10 @@ class Flags:
         "", "training shards: a folder, a file, a glob, or a mix file (.json)", "files", REQUIRED, path=True
     )
     valid_path: str = _flag(
-        "",
-        "held-out shards, in the same forms, or several sets by name, web=PATH,books=PATH, each with its own curves "
-        "(valid/web/masked_loss; those of the first are valid/masked_loss, too); no validation where left out",
-        "files",
-        path=True,
-    )
+        "", "held-out shards, in the same forms, or several sets by name, web=PATH,books=PATH, each with its own "
+        "curves (valid/web/masked_loss; those of the first are valid/masked_loss, too); no validation where left out",
+        "files", path=True,
+    )  # fmt: skip
     config_file: str = _flag("", "model configuration (JSON), e.g. configs/base.json", "files", REQUIRED, path=True)
     tokenizer_path: str = _flag("", "tokenizer.json that the shards were made with", "files", REQUIRED, path=True)
     output_dir: str = _flag("runs", "folder of run folders", "files", path=True)
@@ -85,23 +83,25 @@ class Flags:
     )
     data_cache_gb: float = _flag(100.0, "GB of them that it may hold", "files", POSITIVE, fixed=False)
     resume: str = _flag(
-        "auto",
-        "auto: resume from the newest valid checkpoint of the run folder, or start; never: start in an unused folder; "
-        "PATH: a checkpoint or run folder to resume from; newer checkpoints of the run itself are set aside",
+        "auto", "auto: resume from the newest valid checkpoint of the run folder, or start; never: start in an unused "
+        "folder; PATH: a checkpoint or run folder to resume from; newer checkpoints of the run itself are set aside",
         "files", path=True,
     )  # fmt: skip
     checkpoint_filename: str = _flag("", "same as --resume PATH (the published script's name)", "files", path=True)
     reset: tuple[str, ...] = _flag(
         (),
-        "what a run that branches off from a checkpoint begins anew: optimizer (its state), schedule (of rates and the "
-        "average, over the steps left), step (counts from 0, and with it schedule and position in the data)",
+        "what a run that branches off from a checkpoint begins anew: optimizer (its state), schedule (of rates and "
+        "the average, over the steps left), step (counts from 0, and with it schedule and position in the data)",
         "optimization",
         Rule(lambda names: {*names} <= {"optimizer", "schedule", "position", "step"}, "choose optimizer,schedule,step"),
         kind=text_list,
     )
+    anneal_from: str = _flag(
+        "", "branch off from this checkpoint of another run and let its learning rate fall to 0 over --anneal_steps, "
+        "by --decay_shape; rows and all else go on as there (repeat that run's flags)", "files", path=True,
+    )  # fmt: skip
     initial_weights: str = _flag(
-        "",
-        "start from these weights: a run folder, a checkpoint or an imported model (.safetensors)", "files", path=True,
+        "", "start from these weights: a run folder, a checkpoint or an imported model (.safetensors)", "files", path=True,
     )  # fmt: skip
 
     # objective
@@ -111,26 +111,22 @@ class Flags:
         -1, "where given, the numerator moves linearly to this value over the run (-1: constant)", "objective"
     )
     hybrid_schedule: str = _flag(
-        "",
-        "the masked fraction of rows over the run, in place of the three flags above: POSITION:NUM/DEN, ..., such as "
-        '"0:1/1, 25%:0/1" (masked, then causal); "linear" behind or instead of NUM/DEN leads evenly to the next point; '
-        '"0:1/1, 1e:0/1, 2e:repeat" alternates epochs; auto: from how often the run repeats its corpus. A POSITION is '
-        "a fraction (0.25 or 25%), steps (500), tokens (10Mt), words (1Mw) or epochs of both objectives together (2e)",
-        "objective",
-    )
+        "", "the masked fraction of rows over the run, in place of the three flags above: POSITION:NUM/DEN, ..., such "
+        'as "0:1/1, 25%:0/1" (masked, then causal); "linear" behind or instead of NUM/DEN leads evenly to the next '
+        'point; "0:1/1, 1e:0/1, 2e:repeat" alternates epochs; auto: from how often the run repeats its corpus. A '
+        "POSITION is a fraction (0.25 or 25%), steps (500), tokens (10Mt), words (1Mw) or epochs of both objectives "
+        "together (2e)", "objective",
+    )  # fmt: skip
     causal_rows: str = _flag(
         "causal", "the rows that are not masked. causal; prefix: a prefix of each document, drawn by row, is read in "
         "both directions, what follows are the targets; blocks:SIZE: both directions within blocks, which have masks; "
         "meap: causal with masked inputs; or several with their parts, as causal=2,blocks:16=1", "objective",
     )  # fmt: skip
     hybrid_split: str = _flag(
-        "auto",
-        "ranks: one objective per rank, as published; rows: both on every rank; auto: ranks where the world size "
-        "allows. Same results either way, but with ranks a step takes about 4 % longer: causal ranks have more to do",
-        "objective",
-        choices=("auto", "ranks", "rows"),
-        fixed=False,
-    )
+        "auto", "ranks: one objective per rank, as published; rows: both on every rank; auto: ranks where the world "
+        "size allows. Same results either way, but with ranks a step takes about 4 % longer: causal ranks have more to "
+        "do", "objective", choices=("auto", "ranks", "rows"), fixed=False,
+    )  # fmt: skip
     mask_p_start: float = _flag(0.3, "fraction of tokens masked at the start", "objective", FRACTION)
     mask_p_end: float = _flag(0.15, "fraction of tokens masked at the end (linear in between)", "objective", FRACTION)
     mask_random_p: float = _flag(0.1, "fraction of masked spans shown as random tokens", "objective", FRACTION)
@@ -209,21 +205,22 @@ class Flags:
     max_words: str = _budget("words", "the same in words, such as 100M, as tokenize_corpus.py counts them")
     max_epochs: str = _budget("epochs", "the same in epochs: the corpus' tokens once, whichever objective reads them")
     max_hours: float = _flag(
-        0.0,
-        "hours, of all starts together, after which the run saves and ends early (0: none); schedules follow the "
-        "length in steps, tokens, words or epochs",
-        "optimization",
-        at_least(0),
-        fixed=False,
-    )
+        0.0, "hours, of all starts together, after which the run saves and ends early (0: none); schedules follow the "
+        "length in steps, tokens, words or epochs", "optimization", at_least(0), fixed=False,
+    )  # fmt: skip
     learning_rate: float = _flag(1e-2, "peak learning rate", "optimization", POSITIVE)
     schedule: str = _flag(
-        "cosine",
-        "course of the learning rate: cosine to a tenth with --cooldown_proportion, as published; linear; polynomial, "
-        "its square; constant; wsd: constant, then --decay_proportion; one_cycle: cosines up and down",
-        "optimization",
-        choices=tuple(SCHEDULES),
-    )
+        "cosine", "course of the learning rate: cosine to a tenth with --cooldown_proportion, as published; linear; "
+        "polynomial, its square; constant; wsd: constant, then --decay_proportion; one_cycle: cosines up and down; or "
+        'points, fractions of the peak: "0:0 linear, 500:1, 80%:1 linear, 100%:0" (a value holds, or leads to the next '
+        "where linear or exponential stands behind it; positions as of --warmup_proportion)", "optimization",
+        Rule(lambda text: text in SCHEDULES or ":" in text, f"choose {', '.join(SCHEDULES)}, or points such as 0:1"),
+    )  # fmt: skip
+    value_schedules: str = _flag(
+        "", "courses of weight_decay, momentum, beta1, beta2, ema_decay, in place of their flags: points, a shape of "
+        '--schedule between two values: "momentum=0:0.85 linear, 300:0.95; weight_decay=cosine:0..0.1" (as the '
+        "learning rate goes from 0 to its peak, weight decay goes from 0 to 0.1)", "optimization",
+    )  # fmt: skip
     warmup_proportion: float | str = _flag(
         0.016, "part of the run with a rising rate: a fraction, steps (500), tokens (10Mt), words (1Mw) or epochs (1e)",
         "optimization", LENGTH, kind=length,
@@ -237,16 +234,22 @@ class Flags:
     decay_shape: str = _flag(
         "linear", "of that decay; sqrt: 1 - sqrt(x), x from 0 to 1", "optimization", choices=("linear", "sqrt")
     )
+    anneal_steps: float | str = _flag(
+        0.0, "with --anneal_from, how many: a fraction of the whole run, steps, tokens, words or epochs (0: 20 %)",
+        "optimization", LENGTH, kind=length,
+    )  # fmt: skip
+    planned_steps: int = _flag(
+        0, "plan rows and schedules for so many steps, whatever --max_steps (0: for these); --anneal_from sets it",
+        "optimization", at_least(0),
+    )  # fmt: skip
     optimizer: str = _flag(
-        "lamb",
-        f"update rule: {', '.join(_optimizer_names())}, or any by its dotted name, such as torch.optim.NAdam; muon and "
-        "normuon are for the matrices of hidden layers, beside --rest_optimizer",
-        "optimization",
+        "lamb", f"update rule: {', '.join(_optimizer_names())}, or any by its dotted name, such as torch.optim.NAdam; "
+        "muon and normuon are for the matrices of hidden layers, beside --rest_optimizer", "optimization",
         Rule(
             lambda name: name in _optimizer_names() or "." in name,
             f"choose {', '.join(_optimizer_names())} or a dotted name such as torch.optim.NAdam",
         ),
-    )
+    )  # fmt: skip
     learning_rate_by_role: tuple[str, ...] = _flag(
         (), "factors of the learning rate by part of the model (embedding, attention, mlp, dwa, head), as "
         "embedding=0.5", "optimization", FACTORS, kind=text_list,

@@ -50,8 +50,8 @@ from training.checkpoint import training_flags
 from training.config import LATER_FLAGS, ConfigError, TrainingConfig, later_flag
 from training.distributed import World
 from training.optimizers import optimizer_kind
-from training.run_dir import RunView
-from training.schedules import OPEN_ENDED, due, steps_of
+from training.run_dir import RunView, annealed
+from training.schedules import OPEN_ENDED, courses_in_steps, due, steps_of
 
 _VOCABULARY_PADDING = 128  # a vocabulary rounded up to a multiple of this is no mistake
 
@@ -173,6 +173,7 @@ def _ratio_schedule(config: TrainingConfig, exposure: Exposure) -> RatioSchedule
 
 def make_plan(config: TrainingConfig, exposure: Exposure) -> DataPlan:
     """The data schedule that a configuration asks for, on a corpus of which `exposure` says how tokens are counted."""
+    config = dataclasses.replace(config, max_steps=config.planned_length, planned_steps=0)
     return DataPlan(
         max_steps=config.max_steps,
         seq_length=config.seq_length,
@@ -263,7 +264,11 @@ def _with_lengths(config: TrainingConfig, plan: DataPlan, corpus: Corpus) -> Tra
             except PositionError as error:
                 raise ConfigError(f"--{name} is {value}; {error}") from error
             steps[name] = str(found)
-    config = dataclasses.replace(config, **steps)
+    try:
+        courses = courses_in_steps(config, lambda at: step_of(at, plan.schedule, corpus.exposure))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    config = dataclasses.replace(config, **steps, **courses)
     end = {"cosine": "cooldown_proportion", "wsd": "decay_proportion"}.get(config.schedule)
     lengths = {name: steps_of(getattr(config, name), plan.max_steps) for name in ("warmup_proportion", end) if name}
     if sum(lengths.values()) > plan.max_steps:
@@ -276,7 +281,7 @@ def _with_later_flags(config: TrainingConfig) -> TrainingConfig:
     """`config` with LATER_FLAGS filled in where they were not given: as the run to resume has them."""
     left = [name for name in LATER_FLAGS if getattr(config, name) is None]
     folder = RunView(config.run_folder)
-    start = folder.path if folder.used else Path(config.checkpoint_filename or config.resume)
+    start = folder.path if folder.used else Path(config.anneal_from or config.checkpoint_filename or config.resume)
     flags = training_flags(start) if left else {}
     return dataclasses.replace(config, **{name: later_flag(flags, name) for name in left})
 
@@ -327,7 +332,7 @@ def read_inputs(config: TrainingConfig, trusted: bool = False) -> Inputs:
             "of 64)"
         )
     sets = _held_out_sets(config, options, identity, eos, corpus, cache)
-    config = _with_steps(config, corpus)
+    config = annealed(_with_steps(config, corpus), corpus.exposure)
     plan = make_plan(config, corpus.exposure)
     config = _with_lengths(config, plan, corpus)
     if plan.smallest_batch < 1:

@@ -94,7 +94,8 @@ def _with_matrices(groups: list[dict[str, Any]], model: nn.Module, options: Matr
         if hidden:
             projections = [matrices[parameter] for parameter in hidden]
             rate = {"rate_factor": group.get("rate_factor", 1.0) * options.rate}
-            split.append(group | rate | {"params": hidden, "projections": projections})
+            own = {"params": hidden, "projections": projections, "momentum": options.momentum}
+            split.append(group | rate | own)
     return [group for group in split if group["params"]]
 
 
@@ -195,9 +196,22 @@ def make_optimizer(
     return kind.make(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **further)
 
 
-def set_rates(optimizer: torch.optim.Optimizer, rate: float, decay_factor: float = 1.0) -> None:
-    """Give all groups a step's learning rate, times their "rate_factor", and so many times their first weight decay."""
+def set_rates(
+    optimizer: torch.optim.Optimizer,
+    rate: float,
+    decay_factor: float = 1.0,
+    values: Mapping[str, float] = MappingProxyType({}),
+) -> None:
+    """Give all groups a step's learning rate, times their "rate_factor", and so many times their first weight decay.
+
+    values: momentum, beta1 and beta2, where they move; groups without them stay as they are.
+    """
     for group in optimizer.param_groups:
+        if "momentum" in group:
+            group["momentum"] = values.get("momentum", group["momentum"])
+        if "betas" in group and {"beta1", "beta2"} & values.keys():
+            first, second, *more = group["betas"]
+            group["betas"] = (values.get("beta1", first), values.get("beta2", second), *more)
         group["lr"] = rate * group.get("rate_factor", 1.0)
         group["weight_decay"] = group.setdefault("first_decay", group["weight_decay"]) * decay_factor
 

@@ -215,7 +215,10 @@ def _check_fit(checkpoint: Checkpoint, inputs: Inputs, same_run: bool) -> list[s
         )
     elif "step" not in inputs.config.reset and (
         _row_order(flags) != _row_order(inputs.config.to_dict())
-        or (inputs.builder.mix.moves_with_length and flags["max_steps"] != inputs.config.max_steps)
+        or (
+            inputs.builder.mix.moves_with_length
+            and (flags.get("planned_steps") or flags["max_steps"]) != inputs.config.planned_length
+        )
     ):
         changed.append("rows come in another order from here on, and some of this epoch's may come again")
     new = inputs.config.optimizer
@@ -233,7 +236,8 @@ def _row_order(flags: dict[str, Any]) -> list[Any]:
     moving = {"batch_reduction": 1, "length_milestones": [], "hybrid_numerator_end": -1, "hybrid_schedule": ""}
     moves = [flags.get(name, still) for name, still in moving.items()]
     depends = moves != list(moving.values()) or flags["schedule"] not in OPEN_ENDED
-    return [*(flags[name] for name in names), *moves, flags["max_steps"] if depends else None]
+    length = flags["planned_steps"] or flags["max_steps"]
+    return [*(flags[name] for name in names), *moves, length if depends else None]
 
 
 def _saved_data(checkpoint: Checkpoint, inputs: Inputs) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -16,8 +17,10 @@ import numpy as np
 import tokenizers
 import torch
 
-from data.atomic_io import write_atomically
-from training.checkpoint import SaveError
+from data.atomic_io import json_object, write_atomically
+from data.batch_schedule import BatchSchedule
+from data.positions import Exposure, PositionError, parse_position, step_after
+from training.checkpoint import RECORD, SaveError, training_flags
 from training.config import ConfigError, TrainingConfig
 from training.environment import COMMIT_FILE, git
 from training.status import LEDGER, SAMPLES, checkpoint_folders, copied_from, list_checkpoints
@@ -201,3 +204,29 @@ def origin(config: TrainingConfig) -> str | None:
     """The full path that --resume or --checkpoint_filename names, None where it names none."""
     source = config.checkpoint_filename or config.resume
     return None if source in ("auto", "never") else str(Path(source).resolve())
+
+
+def annealed(config: TrainingConfig, exposure: Exposure) -> TrainingConfig:
+    """With --anneal_from, `config` as the run of that checkpoint is planned, for its step and --anneal_steps more.
+
+    Raises ConfigError.
+    """
+    if not config.anneal_from:
+        return config
+    names = ("max_steps", "planned_steps", "anneal_steps")
+    given = {"resume": config.anneal_from, "max_tokens": "", "max_words": "", "max_epochs": ""}
+    if begun := training_flags(config.run_folder):  # the checkpoint may be gone
+        return dataclasses.replace(config, **given, **{name: begun[name] for name in names})
+    record = json_object(Path(config.anneal_from) / RECORD)
+    if not record:
+        raise ConfigError(f"--anneal_from {config.anneal_from!r} is no checkpoint; give .../checkpoints/step_00001000")
+    flags, step = record["flags"], int(record["step"])
+    planned = flags.get("planned_steps") or flags["max_steps"]
+    sizes = (config.seq_length, config.global_batch_size, config.batch_reduction, config.length_milestones)
+    try:
+        part = parse_position(str(config.anneal_steps or 0.2))
+        end = step_after(step, part, BatchSchedule(planned, *sizes), exposure)
+    except PositionError as error:
+        raise ConfigError(f"--anneal_steps is {config.anneal_steps}; {error}") from error
+    found = dict(zip(names, (end, max(planned, end), str(end - step)), strict=True))
+    return dataclasses.replace(config, **given, **found)

@@ -35,7 +35,7 @@ from training.optimizers import (
     takes_over,
 )
 from training.rank_checks import check_same_model
-from training.schedules import steps_of
+from training.schedules import parse_courses, steps_of
 from training.status import checkpoint_folders
 
 Tensors = Mapping[str, Mapping[str, torch.Tensor]]  # of each file of a checkpoint, by name
@@ -189,11 +189,16 @@ def _optimizer(
     betas = (config.optimizer_beta1, config.optimizer_beta2)
     by_role = factors(config.learning_rate_by_role), factors(config.weight_decay_by_role)
     try:
-        return make_optimizer(
+        optimizer = make_optimizer(
             model, config.optimizer, peak, betas, config.optimizer_eps, config.weight_decay, matrices, *by_role, owned
         )
     except (TypeError, ValueError) as error:  # of another package, perhaps
         raise ConfigError(f"--optimizer {config.optimizer} cannot be made: {error}") from error
+    moved = parse_courses(config.value_schedules).keys()
+    needed = {"momentum": "momentum", "beta1": "betas", "beta2": "betas"}
+    if absent := [name for name in moved & needed.keys() if all(needed[name] not in g for g in optimizer.param_groups)]:
+        raise ConfigError(f"--value_schedules moves {min(absent)}, and --optimizer {config.optimizer} has none")
+    return optimizer
 
 
 def _layers(model: PretrainingModel, which: str, config: TrainingConfig, flag: str, *choices: str) -> list[nn.Module]:

@@ -30,7 +30,7 @@ from training.loss import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
 from training.metric_logger import MetricLogger, RankStatistics
 from training.optimizers import set_rates
 from training.rank_checks import DivergenceError, RankCheck, begin_check
-from training.schedules import average_decay, decay_factor, learning_rate, mean_decay
+from training.schedules import average_decay, decay_factor, mean_decay, rate_at, values_at
 from training.state import TrainState
 from training.summary import flops_per_token, memory_estimate, missing_kernels, peak_flops
 
@@ -64,7 +64,7 @@ def train_step(
     done = step + 1
     wants_norms = config.log_stats_every and done % config.log_stats_every == 0
     extra = norms_by_role(state) if wants_norms else {}
-    rate = _set_schedules(state, config)
+    rates = _set_schedules(state, config)
     spiked, words, grad_norm = _find_spike(state, batch, targets) if state.spikes is not None else (False, "", None)
     if spiked:
         assert isinstance(grad_norm, torch.Tensor)
@@ -79,7 +79,7 @@ def train_step(
     local_sums = torch.cat((sums.flatten(), grad_norm.to(sums.dtype).view(1)))
     metrics = {
         "step": done,
-        "stats/learning_rate": rate,
+        **rates,
         "stats/global_batch_size": batch.plan.rows,
         "stats/seq_length": batch.plan.seq_length,
         "stats/mask_p": batch.plan.mask_p,
@@ -106,22 +106,22 @@ def _passes(batch: StepBatch, ranks: int) -> int:
     return math.ceil(math.ceil(batch.plan.rows / ranks) / batch.rows_per_micro_batch)
 
 
-def _set_schedules(state: TrainState, config: TrainingConfig) -> float:
-    """Give optimizer and average their rates for the step to come; returns the learning rate."""
+def _set_schedules(state: TrainState, config: TrainingConfig) -> dict[str, float]:
+    """Give optimizer and averages their rates for the step to come; returns these as metrics."""
     begun = state.starts["schedule"]
-    at, length = state.step - begun, config.max_steps - begun
-    rate = learning_rate(
-        at, length, config.learning_rate, config.warmup_proportion, config.cooldown_proportion,
-        config.schedule, config.decay_proportion, config.decay_shape,
-    )  # fmt: skip
-    set_rates(state.optimizer, rate, decay_factor(at, length, config.weight_decay, config.weight_decay_end))
-    state.ema.decay = average_decay(at + 1, config.ema_decays[0], bool(config.ema_warmup))
+    at, length = state.step - begun, config.planned_length - begun
+    rate, values = rate_at(config, state.step, begun, config.learning_rate), values_at(config, state.step, begun)
+    factor = decay_factor(at, length, config.weight_decay, config.weight_decay_end)
+    if "weight_decay" in values:
+        factor = values["weight_decay"] / config.weight_decay
+    set_rates(state.optimizer, rate, factor, values)
+    state.ema.decay = average_decay(at + 1, values.get("ema_decay", config.ema_decays[0]), bool(config.ema_warmup))
     for name, average in state.averages.items():
         if name == "tail":
             average.decay = mean_decay(max(1, state.step + 1 - state.starts["tail"]))
         else:
             average.decay = average_decay(at + 1, float(name), bool(config.ema_warmup))
-    return rate
+    return {"stats/learning_rate": rate, **{f"stats/{name}": value for name, value in values.items()}}
 
 
 def _find_spike(state: TrainState, batch: StepBatch, targets: Sequence[float]) -> tuple[bool, str, torch.Tensor]:
