@@ -36,7 +36,10 @@ FOREIGN_FLAGS = {
 }  # fmt: skip
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")
 # Beside their own.
-TAKE_TRAINING_FLAGS = {"slurm/launch.py", "slurm/doctor.py", "benchmarks/all_reduce.py", "benchmarks/step_breakdown.py"}
+TAKE_TRAINING_FLAGS = {
+    "slurm/launch.py", "slurm/doctor.py", "benchmarks/all_reduce.py", "benchmarks/step_breakdown.py",
+    "benchmarks/lr_range.py", "benchmarks/study.py",
+}  # fmt: skip
 # Job scripts are shell: they take the flags that their own text names, and pass on those of a script.
 SHELL_SCRIPTS = {
     "slurm/train.sbatch": "train_multi_gpu.py",

@@ -101,8 +101,8 @@ class Flags:
         "by --decay_shape; rows and all else go on as there (repeat that run's flags)", "files", path=True,
     )  # fmt: skip
     initial_weights: str = _flag(
-        "", "start from these weights: a run folder, a checkpoint or an imported model (.safetensors)", "files", path=True,
-    )  # fmt: skip
+        "", "start from these weights: a run folder, checkpoint or imported model (.safetensors)", "files", path=True
+    )
 
     # objective
     hybrid_numerator: int = _flag(15, "masked rows out of hybrid_denominator rows; see causal_rows", "objective")
@@ -279,9 +279,7 @@ class Flags:
     optimizer_beta1: float = _flag(0.9, "decay of the first moment", "optimization", DECAY)
     optimizer_beta2: float = _flag(0.98, "decay of the second moment", "optimization", DECAY)
     optimizer_eps: float = _flag(1e-8, "added to the denominator of the update", "optimization", POSITIVE)
-    max_gradient: float = _flag(
-        2.0, "gradients are clipped to this global norm (0: not clipped)", "optimization", at_least(0)
-    )
+    max_gradient: float = _flag(2.0, "gradients are clipped to this norm (0: not clipped)", "optimization", at_least(0))
     spike_policy: str = _flag(
         "none", "what becomes of a step whose loss, of any objective, or gradient norm is not finite or exceeds the "
         "median of the last 128 updates by more than --spike_threshold deviations (1.4826 x the median absolute one, "
