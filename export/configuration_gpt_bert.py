@@ -54,13 +54,11 @@ class GPTBertConfig(PretrainedConfig):
         self.position_embedding = position_embedding
         self.rope_theta = rope_theta
         self.classifier_dropout = classifier_dropout
-        self.is_decoder = is_decoder
         self.use_cache = use_cache
-        self.tie_word_embeddings = tie_word_embeddings
-        self.bos_token_id = bos_token_id
-        self.eos_token_id = eos_token_id
-        self.pad_token_id = pad_token_id
         super().__init__(**kwargs)
+        # transformers 4 gives these its own defaults where it is not told of them.
+        self.is_decoder, self.tie_word_embeddings = is_decoder, tie_word_embeddings
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
 
     @property
     def head_dim(self) -> int:
