@@ -218,12 +218,12 @@ def _fill(stream: BinaryIO, buffer: bytes, size: int) -> tuple[bytes, bool]:
 def _text_chunks(stream: BinaryIO, layout: Layout, position: Position) -> Iterator[Chunk]:
     """Cuts after separators. A document is cut in pieces exactly if its first DOCUMENT_BYTES hold none, and where
     follows from its own text, so the pieces do not depend on what lies before the document. (Two MiB of nothing but
-    white space would hide the blank line in it.)"""
+    white space would hide the blank line in it.) Chunks depend on nothing but the position before them."""
     buffer, ended, pattern = b"", False, layout.pattern
     overlap = 2 * len(layout.separator.encode()) if layout.separator and pattern else 0  # no cut inside a separator
     while True:
         buffer, ended = _fill(stream, buffer, CHUNK_BYTES)
-        end = _separator_end(buffer, pattern, first=position.inside)
+        end = _separator_end(buffer[:CHUNK_BYTES], pattern, first=position.inside)  # it may hold more, for the last one
         if not end and not ended:
             buffer, ended = _fill(stream, buffer, DOCUMENT_BYTES)
             end = _separator_end(buffer, pattern, first=position.inside)

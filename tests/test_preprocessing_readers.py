@@ -18,7 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from preprocessing import readers
@@ -370,6 +370,7 @@ def reference(content: bytes) -> list[str]:
     chunk_bytes=st.integers(1, 60),
     document_bytes=st.integers(8, 40),
 )
+@example(content="🙂x \n \na\n\n\n\n", chunk_bytes=1, document_bytes=8)
 def test_documents_do_not_depend_on_chunk_size(content, chunk_bytes, document_bytes):
     assume(not re.search(r"\s{7}", content))  # white space as long as a part (2 MiB) hides a blank line
     data = content.encode()
