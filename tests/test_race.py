@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.tiny_runs import ROOT
 
-from benchmarks.speedrun.race import COLUMNS, prepare
+from benchmarks.speedrun.race import COLUMNS, prepare, read_results, table
 
 TEXT = "A pair of words can be told apart . \n" * 6
 
@@ -42,6 +42,9 @@ def test_race_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     }  # fmt: skip
     recipe = tmp_path / "slow.json"
     recipe.write_text(json.dumps(flags | {"learning_rate": 1e-4}))
+    planned = race(recipe, *words, "--dry_run")
+    assert planned.count("train_single_gpu.py") == planned.count("minimal_pairs.py") == 2
+    assert not output.exists()
     race(recipe, *words)
     files = {path: path.stat().st_mtime_ns for path in output.glob("*.log")}
     assert "slow" in race(recipe, *words)  # nothing is trained twice
@@ -50,9 +53,20 @@ def test_race_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         result = json.loads(path.read_text())
         better = {"recipe": "fast", "valid/ema_masked_loss": result["valid/ema_masked_loss"] - 0.1}
         (output / f"fast_{path.name}").write_text(json.dumps(result | better))
-    table = race("--output", output, "--baseline", "slow").splitlines()
-    rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in (line.split("|") for line in table)}
+    drawn = race("--output", output, "--baseline", "slow", "--plot", tmp_path / "race.png").splitlines()
+    assert (tmp_path / "race.png").stat().st_size > 5000
+    rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in (line.split("|") for line in drawn)}
     assert rows["recipe"][1:] == list(COLUMNS)
     assert rows["slow"][0] == rows["fast"][0] == "2"
     assert "(p " in rows["fast"][1]
     assert "(p " not in rows["slow"][1]
+
+
+def test_committed_results_give_the_table_again():
+    """What benchmarks/speedrun/README.md says of the record, with nothing to run."""
+    results = ROOT / "benchmarks" / "results" / "2026-11-22_h200_race_ten_epochs.json"
+    rows = [
+        [cell.strip() for cell in line.split("|")] for line in table(read_results(None, [results]), "x").splitlines()
+    ]
+    record = next(row for row in rows if row[1] == "lamb_no_dropout")
+    assert record[2:6] == ["3", "2.554 ± 0.004", "3.010 ± 0.002", "70.0 ± 0.6"]

@@ -6,7 +6,10 @@ r"""Race for the best small hybrid on 10 M words: trains recipes, evaluates what
 benchmarks/speedrun/README.md has the rules. Tokenizer and shards are made in --data where they are missing. Each recipe
 is trained with each seed, one process a GPU (--per_gpu for more), by train_single_gpu.py, and evaluated by
 evaluation/minimal_pairs.py, as a user would do; NAME_SEED.result.json in --output has what came out, and what has been
-done is not done again. The table is of all results there, against --baseline: mean, standard error, Welch's t-test.
+done is not done again. The table is of all results there, against --baseline: mean, standard error, Welch's t-test;
+--plot draws the same, and --results adds committed ones, for which nothing needs to run:
+
+    python benchmarks/speedrun/race.py --results benchmarks/results/2026-11-22_h200_race_ten_epochs.json --plot race.png
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -28,17 +32,18 @@ from typing import Any
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 
+from benchmarks.study import draw
 from benchmarks.timing import environment
 from data.cli import Parser
 from data.shards import read_manifest
-from report.groups import welch
+from report.groups import mean_and_error, welch
 from training.metric_logger import read_metrics
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _VOCABULARY = 8192
 _SETS = ("blimp_fast", "supplement_fast")
 _MODES = ("masked", "causal", "fused")
-COLUMNS = ("dev masked", "dev causal", *(f"{name} {mode}" for name in _SETS for mode in _MODES), "seconds")
+COLUMNS = ("dev masked", "dev causal", *(f"{name} {mode}" for name in _SETS for mode in _MODES), "M tokens", "seconds")
 
 
 def _python(*arguments: object, log: Path | None = None, gpu: str | None = None) -> None:
@@ -54,6 +59,24 @@ def _python(*arguments: object, log: Path | None = None, gpu: str | None = None)
         raise SystemExit(f"error: {' '.join(map(str, arguments))}\n{done.stdout[-2000:]}")
 
 
+def train_command(recipe: Path, seed: int, options: argparse.Namespace) -> list[str]:
+    """The arguments of the run, as a user would give them."""
+    output, data, name = options.output, options.data, f"{recipe.stem}_{seed}"
+    return [
+        "train_single_gpu.py", "--recipe", str(recipe), f"--train_path={data / 'train'}", "--resume=never",
+        f"--valid_path={data / 'dev'}", f"--tokenizer_path={data / 'tokenizer.json'}", f"--output_dir={output}",
+        f"--name={name}", f"--seed={seed}", "--validate_every=0", "--save_every=0", "--validation_samples=0",
+        "--wandb_mode=disabled",
+    ]  # fmt: skip
+
+
+def pairs_command(recipe: Path, seed: int, options: argparse.Namespace) -> list[str]:
+    """The arguments of its evaluation."""
+    run = options.output / f"{recipe.stem}_{seed}"
+    sets = [str(options.pairs / part) for part in _SETS]
+    return ["evaluation/minimal_pairs.py", str(run), "--ema", "--data", *sets, "--output", f"{run}.pairs.json"]
+
+
 def prepare(folder: Path, corpus: Sequence[Path], dev: Sequence[Path]) -> None:
     """Tokenizer and shards of the race, by the commands that the rules name."""
     tokenizer, script = folder / "tokenizer.json", "preprocessing/tokenize_corpus.py"
@@ -67,20 +90,12 @@ def prepare(folder: Path, corpus: Sequence[Path], dev: Sequence[Path]) -> None:
 
 def _one(recipe: Path, seed: int, options: argparse.Namespace, gpu: str | None) -> dict[str, Any]:
     """Train and evaluate; returns the result that NAME_SEED.result.json gets."""
-    name, output, data = f"{recipe.stem}_{seed}", options.output, options.data
-    run = output / name
+    name, output = f"{recipe.stem}_{seed}", options.output
     began = time.monotonic()
-    _python(
-        "train_single_gpu.py", "--recipe", recipe, f"--train_path={data / 'train'}", "--resume=never",
-        f"--valid_path={data / 'dev'}", f"--tokenizer_path={data / 'tokenizer.json'}", f"--output_dir={output}",
-        f"--name={name}", f"--seed={seed}", "--validate_every=0", "--save_every=0", "--validation_samples=0",
-        "--wandb_mode=disabled", log=output / f"{name}.log", gpu=gpu,
-    )  # fmt: skip
+    _python(*train_command(recipe, seed, options), log=output / f"{name}.log", gpu=gpu)
     seconds = time.monotonic() - began
-    scores = output / f"{name}.pairs.json"
-    pairs = [options.pairs / part for part in _SETS]
-    _python("evaluation/minimal_pairs.py", run, "--ema", "--data", *pairs, "--output", scores, gpu=gpu)
-    lines = read_metrics(run / "metrics.jsonl")
+    _python(*pairs_command(recipe, seed, options), gpu=gpu)
+    lines, scores = read_metrics(output / name / "metrics.jsonl"), output / f"{name}.pairs.json"
     valid = next(line for line in reversed(lines) if "valid/ema_masked_loss" in line)
     result = {
         "recipe": recipe.stem,
@@ -100,9 +115,13 @@ def run_races(options: argparse.Namespace) -> None:
     """All recipes with all seeds that have no result yet, as many at once as GPUs (times --per_gpu) take."""
     import torch
 
-    options.output.mkdir(parents=True, exist_ok=True)
     tasks = [(recipe, seed) for seed in options.seeds for recipe in options.recipes]
     tasks = [(path, seed) for path, seed in tasks if not (options.output / f"{path.stem}_{seed}.result.json").exists()]
+    if options.dry_run:
+        for task in tasks:
+            print(f"{shlex.join(train_command(*task, options))}\n{shlex.join(pairs_command(*task, options))}")
+        return
+    options.output.mkdir(parents=True, exist_ok=True)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     gpus: Queue[str | None] = Queue()
     for gpu in [*range(torch.cuda.device_count())] * options.per_gpu or [None]:
@@ -127,7 +146,7 @@ def _values(result: dict[str, Any]) -> dict[str, float]:
     for name in _SETS:
         for mode in _MODES:
             values[f"{name} {mode}"] = 100 * result["pairs"]["sets"][name]["modes"][mode]["mean"]["accuracy"]
-    return {**values, "seconds": result["seconds"]}
+    return {**values, "M tokens": result["tokens"] / 1e6, "seconds": result["seconds"]}
 
 
 def _row(name: str, runs: list[dict[str, float]], baseline: list[dict[str, float]] | None) -> str:
@@ -138,18 +157,26 @@ def _row(name: str, runs: list[dict[str, float]], baseline: list[dict[str, float
         cell = f"{statistics.fmean(values):.{digits}f}"
         if len(values) > 1:
             cell += f" ± {statistics.stdev(values) / math.sqrt(len(values)):.{digits}f}"
-            if baseline and len(baseline) > 1 and column != "seconds":
+            if baseline and len(baseline) > 1 and column not in ("M tokens", "seconds"):
                 cell += f" (p {welch([run[column] for run in baseline], values):.2g})"
         cells.append(cell)
     return f"| {name} | {len(runs)} | " + " | ".join(cells) + " |"
 
 
-def table(results: Sequence[Path], baseline: str) -> str:
-    """The results' means over seeds, one line a recipe, with p-values against the recipe `baseline`."""
+def read_results(folder: Path | None, collections: Sequence[Path]) -> dict[str, list[dict[str, float]]]:
+    """The figures of each recipe's runs: of the results in a folder, and of files with several by name."""
+    files = sorted(folder.glob("*.result.json")) if folder else []
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    for path in collections:
+        results += json.loads(path.read_text(encoding="utf-8")).values()
     found: dict[str, list[dict[str, float]]] = {}
-    for path in results:
-        result = json.loads(path.read_text(encoding="utf-8"))
+    for result in results:
         found.setdefault(result["recipe"], []).append(_values(result))
+    return found
+
+
+def table(found: dict[str, list[dict[str, float]]], baseline: str) -> str:
+    """The results' means over seeds, one line a recipe, with p-values against the recipe `baseline`."""
     rows = [_row(name, runs, found.get(baseline) if name != baseline else None) for name, runs in found.items()]
     header = "| recipe | runs | " + " | ".join(COLUMNS) + " |\n" + "| --- " * (len(COLUMNS) + 2) + "|"
     return "\n".join([header, *rows])
@@ -166,18 +193,25 @@ def main() -> int:
     parser.add_argument("--pairs", help=f"folder that holds {' and '.join(_SETS)}", **paths)
     parser.add_argument("--seeds", nargs="+", type=int, default=[42, 43, 44], metavar="SEED", help="default: 42 43 44")
     parser.add_argument("--per_gpu", type=int, default=1, metavar="N", help="runs at once on a GPU (default: 1)")
-    parser.add_argument("--output", required=True, help="folder of run folders and results", **paths)
+    parser.add_argument("--output", help="folder of run folders, logs and results", **paths)
+    parser.add_argument("--results", nargs="+", default=[], help="files of collected results, for the table", **paths)
+    parser.add_argument("--plot", help="picture of the table", **paths)
+    parser.add_argument("--dry_run", action="store_true", help="print the commands of the runs; run nothing")
     parser.add_argument("--baseline", default="lamb_1_1", metavar="NAME", help="recipe to compare with")
     options = parser.parse_args()
     if options.recipes:
-        if not (options.data and options.pairs):
-            parser.error("--data and --pairs are needed to run recipes")
-        if not (options.data / "dev").is_dir():
+        if not (options.data and options.pairs and options.output):
+            parser.error("--data, --pairs and --output are needed to run recipes")
+        if not (options.data / "dev").is_dir() and not options.dry_run:
             if not (options.corpus and options.dev):
                 parser.error(f"--data {options.data} is not there yet; --corpus and --dev say what to make it of")
             prepare(options.data, options.corpus, options.dev)
         run_races(options)
-    print(table(sorted(options.output.glob("*.result.json")), options.baseline))
+    found = read_results(options.output, options.results)
+    print(table(found, options.baseline))
+    if options.plot and found:
+        columns = {c: {name: mean_and_error([run[c] for run in runs]) for name, runs in found.items()} for c in COLUMNS}
+        draw("recipe", columns, options.plot)
     return 0
 
 
