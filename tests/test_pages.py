@@ -209,8 +209,11 @@ def test_flags_exist(page):
             continue
         if (own := own_script(words)) is not None:
             script, rest = own
-            for flag in flags_in(rest):
+            handed = rest[rest.index("--") + 1 :] if "--finetune" in rest else []  # launch.py gives them to another
+            for flag in flags_in(rest[: len(rest) - len(handed)]):
                 assert flag in options(script), f"{script} has no {flag}"
+            for flag in flags_in(handed):
+                assert flag in options("evaluation/finetune.py"), f"evaluation/finetune.py has no {flag}"
     _, text = parts(page_text(page))
     for span in code_spans(text):
         for flag in re.findall(r"(?<![\w-])--(?:\[no-\])?[a-z][a-z0-9_-]*", span):
