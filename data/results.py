@@ -41,6 +41,12 @@ class Result:
     seeds: int = 0
     form: str = ""
 
+    def __post_init__(self) -> None:
+        """Raises TypeError, ValueError or OverflowError for what is no number: anybody may have written the file."""
+        numbers = [self.value, self.items, self.seeds, self.low, self.high, self.spread]
+        if any(isinstance(each, str) or math.isnan(float(each)) for each in numbers if each is not None):
+            raise ValueError(f"{self.name}: a result that is no number")
+
     @property
     def lower_is_better(self) -> bool:
         return self.measure in _LOWER_IS_BETTER
@@ -114,7 +120,7 @@ def read_results(path: Path) -> ResultFile | None:
     try:
         kind, found = _read(content)
         results = tuple(found)
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None  # another program's file, which happens to have such keys
     if not results:
         return None

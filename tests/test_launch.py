@@ -211,7 +211,8 @@ def test_local_sweep_continues_after_a_failed_run(tmp_path):
     assert re.search(
         r"^0 +run-learning_rate=1e30 +1e30 +failed +\d/3 +([\d.]+ % +)?step \d: .* is nan", done.stdout, re.M
     )
-    assert re.search(r"^1 +run-learning_rate=1e-2 +1e-2 +finished +3/3 +[\d.]+ %$", done.stdout, re.M)
+    # Of a run within a second the files' times tell no useful time.
+    assert re.search(r"^1 +run-learning_rate=1e-2 +1e-2 +finished +3/3( +[\d.]+ %)?$", done.stdout, re.M)
     assert not (tmp_path / "runs" / ".jobs").exists()
 
 
