@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from helpers.slurm_jobs import Jobs
     from helpers.slurm_reference import Reference
 
-# How long an example takes says more about what else the machine does than about the code.
-hypothesis.settings.register_profile("tests", deadline=None)
+# No deadline: how long an example takes says more about what else the machine does than about the code.
+# The same examples in every run, so that CI is no lottery; with FUZZ_EXAMPLES (of some tests their number) others.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize="FUZZ_EXAMPLES" not in os.environ)
 hypothesis.settings.load_profile("tests")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # A shell's background jobs ignore Ctrl-C, and so do the programs they start: those that tests start shall not.
