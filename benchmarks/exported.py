@@ -161,7 +161,7 @@ def memory(call: Callable[[], Any]) -> float | None:
     torch.cuda.reset_peak_memory_stats()
     try:
         call()
-    except Exception:  # named by `measured`
+    except Exception:  # of memory that lacks, or of a library: `measured`, called before, has named it
         return None
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 

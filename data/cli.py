@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 
@@ -47,6 +48,19 @@ class Parser(argparse.ArgumentParser):
         flags = [flag.lstrip("-") for action in self._actions for flag in action.option_strings]
         close = closest(argument.split("=")[0].lstrip("-"), flags)
         self.error(f"unknown flag or value {argument!r}" + f"; did you mean --{close}?" * bool(close))
+
+
+def run_command(command: Callable[[], object], *errors: type[Exception]) -> int:
+    """The exit code of a command: 0, 2 after one sentence on an error of these kinds, 130 after Ctrl-C."""
+    try:
+        command()
+    except errors as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    return 0
 
 
 def closest(name: str, known: Iterable[str]) -> str:

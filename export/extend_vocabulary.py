@@ -26,7 +26,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import torch
 from tokenizers import Tokenizer
 
-from data.cli import Parser
+from data.cli import Parser, run_command
 from data.shards import ShardError
 from data.special_tokens import roles_beside, special_tokens, tokenizer_file
 from export.load_model import load_model
@@ -53,15 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--ema", action="store_true", help="of the averaged weights (default: the trained weights)")
     options = parser.parse_args(arguments)
-    try:
-        print(extend(options))
-    except (ExportError, CheckpointError, ModelConfigError, ShardError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    return 0
+    return run_command(lambda: print(extend(options)), ExportError, CheckpointError, ModelConfigError, ShardError)
 
 
 def extend(options: argparse.Namespace) -> str:

@@ -24,7 +24,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
-from data.cli import Parser
+from data.cli import Parser, run_command
 from data.special_tokens import roles_beside, special_tokens
 from export.hf_format import TOKENIZER_NOTE, is_exported, model_config, restore_tokenizer
 from export.native import native_form
@@ -45,21 +45,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder with config.json and weights")
     parser.add_argument("output", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
     options = parser.parse_args(arguments)
-    try:
-        note = convert(options.folder, options.output)
-    except (ExportError, CheckpointError, ModelConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    out, tokenizer = options.output, ""
-    if (out / "tokenizer.json").is_file():
-        tokenizer = f" --tokenizer_path {out / 'tokenizer.json'}"
-    print(f"wrote {out}; start with --initial_weights {out} --config_file {out / 'config.json'}{tokenizer}")
-    if note:
-        print(note)
-    return 0
+
+    def write() -> None:
+        note, out, tokenizer = convert(options.folder, options.output), options.output, ""
+        if (out / "tokenizer.json").is_file():
+            tokenizer = f" --tokenizer_path {out / 'tokenizer.json'}"
+        print(f"wrote {out}; start with --initial_weights {out} --config_file {out / 'config.json'}{tokenizer}")
+        if note:
+            print(note)
+
+    return run_command(write, ExportError, CheckpointError, ModelConfigError)
 
 
 def convert(folder: Path, output: Path) -> str:

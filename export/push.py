@@ -17,7 +17,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from data.cli import Parser
+from data.cli import Parser, run_command
 from export.hf_format import is_exported
 from export.revisions import GitError, git
 
@@ -39,18 +39,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="what export/to_huggingface.py has written")
     parser.add_argument("repository", metavar="USER/NAME", help="a repository of the Hub, made where there is none")
     options = parser.parse_args(arguments)
-    try:
+
+    def upload() -> None:
         if not is_exported(options.folder):
             raise PushError(f"FOLDER {options.folder} is no exported folder; export/to_huggingface.py writes one")
         check_hub(options.repository)
         print(f"uploaded to {push(options.folder, options.repository, say=print)}")
-    except (PushError, GitError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    return 0
+
+    return run_command(upload, PushError, GitError)
 
 
 def check_hub(repository: str) -> None:

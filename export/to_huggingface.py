@@ -25,7 +25,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from data.atomic_io import sync_folder, take_folder_mode
-from data.cli import Parser
+from data.cli import Parser, run_command
 from data.results import ResultFile, given_results, read_results
 from data.shards import ShardError
 from data.special_tokens import SpecialTokens
@@ -102,36 +102,34 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     options = parse_arguments(arguments)
-    try:
-        stated = Stated(
-            options.license, tuple(options.language), tuple(options.author), options.watts, options.grams_per_kwh,
-            tuple(file for path in options.results for file in given_results(path)),
-        )  # fmt: skip
-        check_stated(stated, options.model)
-        to_git = options.all_checkpoints and is_git_address(options.push)
-        if options.push and not to_git:
-            check_hub(options.push)
-        name = "" if to_git else options.push
-        also = options.sentence_transformers
-        chosen = (options.model, options.output, options.ema, name, stated, options.native, also)
-        if options.all_checkpoints:
-            revisions = export_all(*chosen)
-            names = [branch for revision in revisions for branch in revision.names]
-            print(f"{options.output} is a git repository; branches: {', '.join(names)}; main is the last")
-        else:
-            export(*chosen)
-        how = "needs no code of ours" if options.native else "loads it with trust_remote_code=True"
-        print(f"{options.output} is ready: transformers {how}", flush=True)
-        if options.push:
-            address = push_revisions(options.output, options.push) if to_git else ""
-            print(f"uploaded to {address or push(options.output, options.push, say=print)}")
-    except (ExportError, PushError, GitError, CheckpointError, ModelConfigError, ShardError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    return 0
+    errors = (ExportError, PushError, GitError, CheckpointError, ModelConfigError, ShardError)
+    return run_command(lambda: write_and_push(options), *errors)
+
+
+def write_and_push(options: argparse.Namespace) -> None:
+    """Write OUT, and upload it where that is asked for. Raises what `main` names."""
+    stated = Stated(
+        options.license, tuple(options.language), tuple(options.author), options.watts, options.grams_per_kwh,
+        tuple(file for path in options.results for file in given_results(path)),
+    )  # fmt: skip
+    check_stated(stated, options.model)
+    to_git = options.all_checkpoints and is_git_address(options.push)
+    if options.push and not to_git:
+        check_hub(options.push)
+    name = "" if to_git else options.push
+    also = options.sentence_transformers
+    chosen = (options.model, options.output, options.ema, name, stated, options.native, also)
+    if options.all_checkpoints:
+        revisions = export_all(*chosen)
+        names = [branch for revision in revisions for branch in revision.names]
+        print(f"{options.output} is a git repository; branches: {', '.join(names)}; main is the last")
+    else:
+        export(*chosen)
+    how = "needs no code of ours" if options.native else "loads it with trust_remote_code=True"
+    print(f"{options.output} is ready: transformers {how}", flush=True)
+    if options.push:
+        address = push_revisions(options.output, options.push) if to_git else ""
+        print(f"uploaded to {address or push(options.output, options.push, say=print)}")
 
 
 def export(

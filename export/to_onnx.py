@@ -12,6 +12,7 @@ onnxruntime before it is kept.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import shutil
@@ -26,7 +27,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 import torch
 from torch import Tensor, nn
 
-from data.cli import Parser
+from data.cli import Parser, run_command
 from export.hf_format import is_exported
 from export.to_huggingface import ExportError, check_output, writing
 
@@ -47,31 +48,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("output", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
     parser.add_argument("--task", choices=(*_TASKS,), default="masked", help="what the model is for (default: masked)")
     options = parser.parse_args(arguments)
-    try:
-        difference = convert(options)
-    except ExportError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    print(
-        f"wrote {options.output / 'model.onnx'}; onnxruntime differs from {options.folder} by {difference:.1e} at most"
-    )
-    return 0
+
+    def write() -> None:
+        difference, file = convert(options), options.output / "model.onnx"
+        print(f"wrote {file}; onnxruntime differs from {options.folder} by {difference:.1e} at most")
+
+    return run_command(write, ExportError)
 
 
 def convert(options: argparse.Namespace) -> float:
     """Write OUT, whole or not at all; returns the largest difference that onnxruntime makes. Raises ExportError."""
     check_output(options.output)
-    try:
-        import onnxruntime
-        import onnxscript  # noqa: F401  # pyright: ignore[reportMissingImports]
-        import transformers
-    except ImportError as error:
-        raise ExportError(
-            f"{error.name} is not installed: pip install onnx onnxruntime onnxscript transformers"
-        ) from None
+    packages = ("onnx", "onnxruntime", "onnxscript", "transformers")  # torch's exporter imports onnxscript
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise ExportError(f"{missing[0]} is not installed: pip install {' '.join(packages)}")
+    import onnxruntime
+    import transformers
+
     auto, head, name = _TASKS[options.task]
     check_folder(options.folder, options.task, head)
     model = getattr(transformers, auto).from_pretrained(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.tiny_exports import BOS, EOS, FORMS, MASK, PAD, environment, library, load, make_exported
+from helpers.tiny_exports import BOS, EOS, FORMS, MASK, PAD, environment, library, load, make_exported, padded_rows
 
 from model import LTGBert
 
@@ -29,18 +29,6 @@ def _foreign_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def batch(side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of 40, 17 and 1 tokens (the first longer than the model's positions), padded on a side; and their mask."""
-    generator = torch.Generator().manual_seed(1)
-    ids, mask = torch.full((3, 40), PAD), torch.zeros(3, 40, dtype=torch.int64)
-    for row, length in enumerate((40, 17, 1)):
-        place = slice(40 - length, 40) if side == "left" else slice(0, length)
-        ids[row, place] = torch.randint(16, 300, (length,), generator=generator)
-        ids[row, 40 - length if side == "left" else 0] = BOS
-        mask[row, place] = 1
-    return ids, mask
 
 
 @torch.no_grad()
@@ -63,7 +51,7 @@ def test_all_files_have_the_rights_that_the_umask_gives(folders):
 @torch.no_grad()
 def test_outputs_are_ours(folders, form, attention, side):
     model, folder = folders[form]
-    ids, mask = batch(side)
+    ids, mask = padded_rows(side)
     inputs = {"input_ids": ids, "attention_mask": mask}
     real = mask.bool()
     base = load("AutoModel", folder, attn_implementation=attention)
@@ -84,7 +72,7 @@ def test_outputs_are_ours(folders, form, attention, side):
 @torch.no_grad()
 def test_no_mask_and_embeddings_as_input(folders, form):
     model, folder = folders[form]
-    ids, mask = batch("left")
+    ids, mask = padded_rows("left")
     ids, mask = ids[:1], mask[:1]
     base = load("AutoModel", folder)
     expected = ours(model, ids, mask, False)
@@ -105,7 +93,7 @@ def test_no_mask_and_embeddings_as_input(folders, form):
 def test_reading_in_pieces_through_the_cache_changes_nothing(folders, form):
     _, folder = folders[form]
     causal = load("AutoModelForCausalLM", folder)
-    ids, mask = batch("left")
+    ids, mask = padded_rows("left")
     whole = causal(ids, attention_mask=mask, use_cache=False).logits
     cache, pieces = None, []
     for begin, end in ((0, 25), (25, 26), (26, 37), (37, 38), (38, 40)):
@@ -123,7 +111,7 @@ def test_masks_that_say_who_attends_whom(folders, form):
     """[B, T, T] as BabyLM's fine-tuning gives them, and [B, 1, T, T]; no kind of 0 and 1 is taken for another."""
     model, folder = folders[form]
     base = load("AutoModel", folder)
-    ids, mask = batch("right")
+    ids, mask = padded_rows("right")
     pairs = mask[:, None, :].repeat(1, 40, 1).tril()  # causal, padding as keys alone
     real = mask.bool()
     expected = ours(model, ids, mask, True)[real]
@@ -139,7 +127,7 @@ def test_masks_that_say_who_attends_whom(folders, form):
         with pytest.raises(ValueError, match=words):
             base(ids, attention_mask=given)
     classifier = load("AutoModelForSequenceClassification", folder)
-    ids, mask = batch("left")
+    ids, mask = padded_rows("left")
     both = mask[:, None, :] * mask[:, :, None]
     close(classifier(ids, attention_mask=both).logits, classifier(ids, attention_mask=mask).logits)
 
@@ -148,7 +136,7 @@ def test_masks_that_say_who_attends_whom(folders, form):
 def test_padding_inside_a_text_hides_itself_and_ends_nothing(folders):
     """As all of transformers has it, unlike our document ids: a prompt that grew sees what came before the padding."""
     base = load("AutoModel", folders["gpt-bert"][1])
-    ids, mask = batch("right")
+    ids, mask = padded_rows("right")
     mask[0, 10:15] = 0
     changed = ids.clone()
     changed[0, 10:15] = 17
@@ -289,7 +277,7 @@ def test_text_generation_pipeline(folders):
 @pytest.mark.parametrize("form", ["gpt-bert", "ltg-bert-rope"])
 def test_losses_and_gradients(folders, form):
     model, folder = folders[form]
-    ids, mask = batch("left")
+    ids, mask = padded_rows("left")
     labels = torch.where(mask.bool() & (ids != BOS), ids, -100)
     targets = labels[labels >= 0]
     for auto, causal in (("AutoModelForMaskedLM", False), ("AutoModelForCausalLM", True)):
@@ -312,7 +300,7 @@ def test_losses_and_gradients(folders, form):
 @torch.no_grad()
 def test_a_label_that_nothing_precedes_is_left_out_of_the_loss(folders, side):
     masked = load("AutoModelForMaskedLM", folders["gpt-bert"][1])
-    ids, mask = batch(side)
+    ids, mask = padded_rows(side)
     ids, mask = ids[:2], mask[:2]
     begins = mask.argmax(dim=1, keepdim=True)
     labels = torch.where(mask.bool(), ids, -100)
@@ -337,8 +325,8 @@ def test_classification_learns_and_ignores_padding(folders):
     torch.manual_seed(0)
     _, folder = folders["gpt-bert"]
     classifier = load("AutoModelForSequenceClassification", folder, num_labels=3)
-    ids, mask = batch("left")
-    right, right_mask = batch("right")
+    ids, mask = padded_rows("left")
+    right, right_mask = padded_rows("right")
     with torch.no_grad():
         found = classifier(ids, attention_mask=mask).logits
         assert found.shape == (3, 3)

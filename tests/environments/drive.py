@@ -401,7 +401,7 @@ def main(checks: dict[str, Callable[[Path], None]], folder: Path) -> int:
                 check(model)
             except Absent as reason:
                 outcome = f"left out: {reason}"
-            except Exception:
+            except Exception:  # of any library: the other checks shall run, too
                 outcome, failed = f"FAILED\n{traceback.format_exc()}", failed + 1
             print(f"{model.name:14} {name:38} {time.monotonic() - begun:5.1f} s  {outcome}", flush=True)
     return int(failed > 0)
