@@ -245,7 +245,7 @@ def draw_mix(folder: Path, data: st.DataObject) -> Corpus:
     return open_corpus(folder / "mix.json", data.draw(st.sampled_from([EOS, None])))
 
 
-# Ten minutes of it: FUZZ_EXAMPLES=1000000 timeout 600 pytest -n 0 tests/test_stream.py -k any_mix (124: none failed).
+# Ten minutes: FUZZ_EXAMPLES=1000000 timeout 600 pytest -n 0 tests/test_stream.py -k often_as_asked (124: none failed).
 @pytest.mark.slow
 @settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "60")), deadline=None)
 @given(data=st.data())
