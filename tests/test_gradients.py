@@ -229,7 +229,7 @@ def test_recorded_steps_of_two_gpus_are_those_of_one(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
-@pytest.mark.parametrize("sharding", ["none", "zero1"])
+@pytest.mark.parametrize("sharding", ["none", "zero1", "full"])
 def test_a_normal_step_of_two_gpus_never_waits_for_the_device(tmp_path: Path, sharding: str):
     """Rows of three lengths, graphs and many buckets; test_weight_update.py has other runs, of one GPU."""
     inputs = make_inputs(tmp_path / "inputs", hidden_size=64)

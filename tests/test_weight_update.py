@@ -281,8 +281,23 @@ def test_adamw_keeps_its_own_step():
         {"length_milestones": "", "batch_reduction": 1},  # as by default on CUDA: compiled, in bfloat16
         {"length_milestones": "", "batch_reduction": 1, "mask_p_start": 0.15, "data_fingerprint": False},  # as graphs
         {"compile": False, "position_embedding": "rope"},
+        {
+            "length_milestones": "",
+            "batch_reduction": 1,
+            "data_fingerprint": False,
+            "hybrid_denominator": 2,
+            "hybrid_numerator": 1,
+            "causal_rows": "causal=1,prefix=1,blocks:16=1",
+        },
+        {
+            "length_milestones": "",
+            "batch_reduction": 1,
+            "data_fingerprint": False,
+            "ema_decay": "0.99,0.999",
+            "value_schedules": "beta1=0:0.8 linear, 50%:0.9; weight_decay=cosine:0..0.1",
+        },
     ],
-    ids=["eager", "adamw", "compiled", "recorded", "rope"],
+    ids=["eager", "adamw", "compiled", "recorded", "rope", "rows", "values"],
 )
 def test_a_normal_step_never_waits_for_the_device(tmp_path, options: dict):
     options = dict(options)
