@@ -99,14 +99,18 @@ def factors(texts: Iterable[str]) -> dict[str, float]:
     return {name.strip(): float(value) for name, _, value in pairs}
 
 
-def _are_factors(texts: tuple[str, ...]) -> bool:
-    try:
-        return all(0 <= value < math.inf for value in factors(texts).values())
-    except ValueError:
-        return False
+def _by_role(limit: float, wanted: str) -> Rule:
+    def holds(texts: tuple[str, ...]) -> bool:
+        try:
+            return all(0 <= value < limit for value in factors(texts).values())
+        except ValueError:
+            return False
+
+    return Rule(holds, f"give {wanted}")
 
 
-FACTORS = Rule(_are_factors, "give factors of at least 0 by role, such as embedding=0.5,head=2")
+FACTORS = _by_role(math.inf, "factors of at least 0 by role, such as embedding=0.5,head=2")
+DECAYS_BY_ROLE = _by_role(1.0, "values of at least 0 and below 1 by role, such as embedding=0.8,head=0.95")
 
 
 def amount(text: str) -> str:

@@ -18,6 +18,7 @@ from training.config import FIELDS
 from training.ema import Ema
 from training.optimizers import (
     OPTIMIZERS,
+    ByRole,
     Lamb,
     MatrixOptions,
     OptimizerKind,
@@ -212,23 +213,28 @@ def test_any_optimizer_by_its_dotted_name_goes_on_exactly(name: str):
         assert torch.equal(parameter, same)
 
 
-def test_rates_and_weight_decay_by_role():
+def test_settings_by_role():
     model = make_model()
-    rates, decays = {"embedding": 0.5, "head": 2.0}, {"mlp": 3.0}
-    optimizer = make_optimizer(model, "adamw", **SETTINGS, rates=rates, decays=decays)
+    rates, decays, beta1, beta2 = {"embedding": 0.5, "head": 2.0}, {"mlp": 3.0}, {"head": 0.8}, {"embedding": 0.95}
+    optimizer = make_optimizer(model, "adamw", **SETTINGS, by_role=ByRole(rates, decays, beta1, beta2))
     set_rates(optimizer, 0.1, decay_factor=0.5)
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = {
-        names[p]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
+        names[p]: (group["lr"], group["weight_decay"], *group["betas"])
+        for group in optimizer.param_groups
+        for p in group["params"]
     }
     assert found.keys() == set(names.values())
     for name, values in found.items():
         role = model.role_of(name)
         decay = 0.0 if "bias" in name or "layer_norm" in name else 0.05 * decays.get(role, 1)
-        assert values == pytest.approx((0.1 * rates.get(role, 1), decay)), name
+        betas = (beta1.get(role, 0.9), beta2.get(role, 0.98))
+        assert values == pytest.approx((0.1 * rates.get(role, 1), decay, *betas)), name
     with pytest.raises(ValueError, match="there is no role 'embeddings'; the model has attention, dwa, "):
-        make_optimizer(model, "lamb", **SETTINGS, rates={"embeddings": 0.5})
-    muon = make_optimizer(model, "muon", **SETTINGS, matrices=MatrixOptions(rate=0.1), rates={"mlp": 0.5})
+        make_optimizer(model, "lamb", **SETTINGS, by_role=ByRole({"embeddings": 0.5}))
+    with pytest.raises(ValueError, match="it takes no betas; leave --beta1_by_role"):
+        make_optimizer(model, "torch.optim.SGD", **SETTINGS, by_role=ByRole(beta1=beta1))
+    muon = make_optimizer(model, "muon", **SETTINGS, matrices=MatrixOptions(rate=0.1), by_role=ByRole({"mlp": 0.5}))
     factors = {group["rate_factor"] for group in muon.param_groups if "projections" in group}
     assert factors == {0.1, 0.05}
 

@@ -166,6 +166,11 @@ def test_the_end_of_a_growing_batch_is_counted_from_the_end():
             "--value_schedules is 'lr=0:1'; 'lr=0:1' names nothing that moves; give weight_decay, mom",
         ),
         ({"value_schedules": "momentum=slow:0..0.5"}, "'slow' in 'momentum=slow:0..0.5' is no shape; choose cosine"),
+        (
+            {"value_schedules": "beta2=0:0.9", "beta2_by_role": ("head=0.9",)},
+            "--value_schedules moves beta2 of all parameters; leave --beta2_by_role out",
+        ),
+        ({"beta1_by_role": ("head=1",)}, "give values of at least 0 and below 1 by role, such as embedding=0.8"),
         ({"value_schedules": "beta1=0:1"}, "beta1 of 1 is not at least 0 and below 1"),
         ({"value_schedules": "weight_decay=0:1", "weight_decay": 0.0}, "--value_schedules has weight_decay; leave"),
         ({"anneal_from": "a", "resume": "b"}, "--anneal_from names where to start and keeps all else; leave --resume"),

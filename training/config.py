@@ -197,6 +197,9 @@ def _check_courses(config: TrainingConfig) -> None:
         raise ConfigError(f"--value_schedules is {config.value_schedules!r}; {error}") from None
     if "weight_decay" in courses and (config.weight_decay_end >= 0 or not config.weight_decay):
         raise ConfigError("--value_schedules has weight_decay; leave --weight_decay_end out and --weight_decay above 0")
+    for name in ("beta1", "beta2"):
+        if name in courses and getattr(config, f"{name}_by_role"):
+            raise ConfigError(f"--value_schedules moves {name} of all parameters; leave --{name}_by_role out")
     if config.schedule not in SCHEDULES:
         try:
             parse_points(config.schedule)

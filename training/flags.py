@@ -17,6 +17,7 @@ from pathlib import Path
 from data.flag_rules import (
     DECAY,
     DECAYS,
+    DECAYS_BY_ROLE,
     FACTORS,
     FOLDER_NAME,
     FRACTION,
@@ -186,9 +187,7 @@ class Flags:
         1 << 29, "with --order blocks: rows are shuffled within so many tokens; these and the next are read ahead into "
         "memory, of each objective", "batches", at_least(1),
     )  # fmt: skip
-    global_batch_size: int = _flag(
-        32768, "rows of seq_length tokens per optimizer step at the end", "batches", at_least(1)
-    )
+    global_batch_size: int = _flag(32768, "rows of seq_length tokens per step at the end", "batches", at_least(1))
     batch_reduction: float = _flag(4.0, "the batch starts this much smaller and grows linearly", "batches", at_least(1))
     local_batch_size: int = _flag(
         128, "rows of seq_length tokens per micro-batch and device; any value gives the same run (auto: as many as fit "
@@ -245,33 +244,34 @@ class Flags:
     optimizer: str = _flag(
         "lamb", f"update rule: {', '.join(_optimizer_names())}, or any by its dotted name, such as torch.optim.NAdam; "
         "muon and normuon are for the matrices of hidden layers, beside --rest_optimizer", "optimization",
-        Rule(
-            lambda name: name in _optimizer_names() or "." in name,
-            f"choose {', '.join(_optimizer_names())} or a dotted name such as torch.optim.NAdam",
-        ),
+        Rule(lambda name: name in _optimizer_names() or "." in name,
+             f"choose {', '.join(_optimizer_names())} or a dotted name such as torch.optim.NAdam"),
     )  # fmt: skip
     learning_rate_by_role: tuple[str, ...] = _flag(
-        (), "factors of the learning rate by part of the model (embedding, attention, mlp, dwa, head), as "
-        "embedding=0.5", "optimization", FACTORS, kind=text_list,
+        (), "factors of the learning rate by part of the model (embedding, attention, mlp, dwa, head): embedding=0.5",
+        "optimization", FACTORS, kind=text_list,
     )  # fmt: skip
     weight_decay_by_role: tuple[str, ...] = _flag(
         (), "the same of weight decay, such as attention=2,mlp=2", "optimization", FACTORS, kind=text_list
     )
+    beta1_by_role: tuple[str, ...] = _flag(
+        (), "in place of --optimizer_beta1 in parts of the model, such as embedding=0.8 (not of matrices that muon and "
+        "normuon update, by their momentum)", "optimization", DECAYS_BY_ROLE, kind=text_list,
+    )  # fmt: skip
+    beta2_by_role: tuple[str, ...] = _flag(
+        (), "the same of --optimizer_beta2, as embedding=0.95", "optimization", DECAYS_BY_ROLE, kind=text_list
+    )
     rest_optimizer: str = _flag(
-        "adamw",
-        "update rule of all but those matrices (embeddings, head, norms, biases) with muon and normuon",
+        "adamw", "update rule of all but those matrices (embeddings, head, norms, biases) with muon and normuon",
         "optimization", choices=("adamw", "lamb"),
     )  # fmt: skip
     matrix_learning_rate: float = _flag(
-        0.0025,
-        "peak learning rate of those matrices (0: that of all, --learning_rate); entries of their updates have the "
-        "root mean square 0.2 at rate 1, so that rates of AdamW suit them (the default: benchmarks/speedrun/README.md)",
-        "optimization", at_least(0),
+        0.0025, "peak learning rate of those matrices (0: that of all, --learning_rate); entries of their updates have "
+        "the root mean square 0.2 at rate 1, so that rates of AdamW suit them (the default: "
+        "benchmarks/speedrun/README.md)", "optimization", at_least(0),
     )  # fmt: skip
     matrix_momentum: float = _flag(0.95, "Nesterov momentum of muon and normuon", "optimization", DECAY)
-    cautious_weight_decay: bool = _flag(
-        False, "muon and normuon: only entries that the update moves towards 0 decay", "optimization"
-    )
+    cautious_weight_decay: bool = _flag(False, "muon and normuon: only entries moved towards 0 decay", "optimization")
     weight_decay: float = _flag(0.1, "decoupled weight decay of matrices and tables", "optimization", at_least(0))
     weight_decay_end: float = _flag(
         -1.0, "if not negative, weight decay moves linearly to it over the run", "optimization", at_least(-1)

@@ -43,25 +43,37 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def split_by_role(
-    groups: list[dict[str, Any]], model: nn.Module, rates: Mapping[str, float], decays: Mapping[str, float]
-) -> list[dict[str, Any]]:
-    """Groups by role of their parameters in the model, where factors of its rate or weight decay are not 1.
+class ByRole(NamedTuple):
+    """By role of a parameter: factors of its rate and of its weight decay; betas in place of those of all."""
 
-    rates, decays: factors by role. Raises ValueError for a role that the model has not.
+    rates: Mapping[str, float] = MappingProxyType({})
+    decays: Mapping[str, float] = MappingProxyType({})
+    beta1: Mapping[str, float] = MappingProxyType({})
+    beta2: Mapping[str, float] = MappingProxyType({})
+
+
+def split_by_role(
+    groups: list[dict[str, Any]], model: nn.Module, by_role: ByRole, betas: tuple[float, float]
+) -> list[dict[str, Any]]:
+    """Groups by role of their parameters in the model, where one has settings of its own.
+
+    betas: of all others. Raises ValueError for a role that the model has not.
     """
-    if not rates and not decays:
+    if not any(by_role):
         return groups
     assert isinstance(model, PretrainingModel)
     roles = {parameter: model.role_of(name) for name, parameter in model.named_parameters()}
-    if unknown := (rates.keys() | decays.keys()) - set(roles.values()):
+    if unknown := set().union(*by_role) - set(roles.values()):
         raise ValueError(f"there is no role {min(unknown)!r}; the model has {', '.join(sorted(set(roles.values())))}.")
-    split: dict[tuple[int, float, float], dict[str, Any]] = {}
+    usual = (1.0, 1.0, *betas)
+    split: dict[tuple[int, tuple[float, ...]], dict[str, Any]] = {}
     for number, group in enumerate(groups):
         for parameter in group["params"]:
-            rate, decay = (factors.get(roles[parameter], 1.0) for factors in (rates, decays))
-            new = {"rate_factor": rate, "weight_decay": group["weight_decay"] * decay}
-            split.setdefault((number, rate, decay), {**group, **new, "params": []})["params"].append(parameter)
+            own = tuple(each.get(roles[parameter], value) for each, value in zip(by_role, usual, strict=True))
+            new = {"params": [], "rate_factor": own[0], "weight_decay": group["weight_decay"] * own[1]}
+            if by_role.beta1 or by_role.beta2:
+                new["betas"] = own[2:]
+            split.setdefault((number, own), group | new)["params"].append(parameter)
     return list(split.values())
 
 
@@ -175,16 +187,18 @@ def make_optimizer(
     eps: float,
     weight_decay: float,
     matrices: MatrixOptions | None = None,
-    rates: Mapping[str, float] = MappingProxyType({}),
-    decays: Mapping[str, float] = MappingProxyType({}),
+    by_role: ByRole | None = None,
     owned: Collection[nn.Parameter] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer `name` (`optimizer_kind`) over the model's parameter groups, where the model's weights are.
 
-    A group's rate is lr times its "rate_factor", where it has one. matrices: for Muon. rates, decays: factors by role.
+    A group's rate is lr times its "rate_factor", where it has one. matrices: for Muon. by_role: settings by role.
     owned: the parameters that this rank updates (None: all); ranks have the same groups, some of them empty.
     """
-    kind, groups = optimizer_kind(name), split_by_role(parameter_groups(model, weight_decay), model, rates, decays)
+    kind, by_role = optimizer_kind(name), by_role or ByRole()
+    if (by_role.beta1 or by_role.beta2) and "betas" in kind.untaken:
+        raise ValueError("it takes no betas; leave --beta1_by_role and --beta2_by_role out")
+    groups = split_by_role(parameter_groups(model, weight_decay), model, by_role, betas)
     further = dict(kind.defaults)
     if kind.matrices:
         matrices = matrices or MatrixOptions()

@@ -27,6 +27,7 @@ from training.forward_backward import ForwardBackward, compile_layers, graph_obs
 from training.gradients import BUCKET_BYTES, GradientBuckets
 from training.loss import SpikeGuard
 from training.optimizers import (
+    ByRole,
     MatrixOptions,
     OptimizerStep,
     load_named_state,
@@ -187,11 +188,10 @@ def _optimizer(
     of_matrices = (config.matrix_learning_rate or peak) / peak
     matrices = MatrixOptions(of_matrices, config.matrix_momentum, config.cautious_weight_decay, config.rest_optimizer)
     betas = (config.optimizer_beta1, config.optimizer_beta2)
-    by_role = factors(config.learning_rate_by_role), factors(config.weight_decay_by_role)
+    texts = (config.learning_rate_by_role, config.weight_decay_by_role, config.beta1_by_role, config.beta2_by_role)
     try:
-        optimizer = make_optimizer(
-            model, config.optimizer, peak, betas, config.optimizer_eps, config.weight_decay, matrices, *by_role, owned
-        )
+        settings = (peak, betas, config.optimizer_eps, config.weight_decay, matrices, ByRole(*map(factors, texts)))
+        optimizer = make_optimizer(model, config.optimizer, *settings, owned)
     except (TypeError, ValueError) as error:  # of another package, perhaps
         raise ConfigError(f"--optimizer {config.optimizer} cannot be made: {error}") from error
     moved = parse_courses(config.value_schedules).keys()
