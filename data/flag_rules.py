@@ -171,9 +171,9 @@ class Later(NamedTuple):
 
 
 def flag(
+    group: str,
     default: Any,
     text: str,
-    group: str,
     *rules: Rule,
     choices: tuple[str, ...] | None = None,
     kind: Callable[[str], Any] | None = None,
@@ -197,7 +197,7 @@ def flag(
 
 def budget(unit: str, text: str) -> Any:
     """A flag that gives the run's length in another unit than steps; what a resume compares is its --max_steps."""
-    return flag("", text, "optimization", amount_of(unit), kind=amount, fixed=False)
+    return flag("optimization", "", text, amount_of(unit), kind=amount, fixed=False)
 
 
 def problem(name: str, spec: dataclasses.Field, value: Any) -> str:
