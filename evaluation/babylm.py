@@ -70,10 +70,6 @@ class Suite:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    return run(evaluate, parse_arguments(arguments))
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add_scoring_flags(parser, document_end=False, several=True)
     parser.add_argument("--data", required=True, metavar="FOLDER", help="the pipeline's folder, or any part of it")
@@ -87,7 +83,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--separator", default="\n", metavar="TEXT", help="what stands behind each that is shown (default: a new line)"
     )
     parser.add_argument("--output", metavar="FOLDER", help="write results and predictions below this folder")
-    return parser.parse_args(arguments)
+    return run(evaluate, parser.parse_args(arguments))
 
 
 def evaluate(options: argparse.Namespace) -> None:

@@ -45,10 +45,6 @@ class Filling:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    return run(fill_mask, parse_arguments(arguments))
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("Let a trained model fill the gaps of texts.")
     add_model_flags(parser)
     parser.add_argument(
@@ -59,7 +55,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--top_k", type=int, default=5, metavar="N", help="candidates to print for each gap (default: 5)"
     )
-    return parser.parse_args(arguments)
+    return run(fill_mask, parser.parse_args(arguments))
 
 
 def fill_mask(options: argparse.Namespace) -> None:

@@ -43,10 +43,6 @@ from evaluation.generation import (
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    return run(answer_prompts, parse_arguments(arguments))
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("Let a trained model continue texts.")
     add_model_flags(parser)
     parser.add_argument(
@@ -91,7 +87,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="sample i (from 0) is drawn with seed N + i (default: 0)"
     )
-    return parser.parse_args(arguments)
+    return run(answer_prompts, parser.parse_args(arguments))
 
 
 def answer_prompts(options: argparse.Namespace) -> None:

@@ -37,10 +37,6 @@ from evaluation.token_log_probs import encode_sentences, sentence_sums
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    return run(measure, parse_arguments(arguments))
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add_scoring_flags(parser, document_end=False)
     parser.add_argument("--tasks", required=True, nargs="+", metavar="TASK", help="names of the harness's tasks")
@@ -50,7 +46,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mode", choices=("masked", "causal"), default="masked", help="how texts are scored")
     parser.add_argument("--word_l2r", action="store_true", help="masked: hide also the following tokens of the word")
     parser.add_argument("--output", metavar="FILE.json", help="results, and each item with its scores")
-    return parser.parse_args(arguments)
+    return run(measure, parser.parse_args(arguments))
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -42,16 +42,12 @@ from training.config import ConfigError
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    return run(evaluate, parse_arguments(arguments))
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add_scoring_flags(parser, document_end=False)
     parser.add_argument("--data", required=True, metavar="FILE.jsonl", help="JSON lines with the texts")
     add_mode_flag(parser, fused=False)
     parser.add_argument("--output", metavar="FILE.json", help="write all results here")
-    return parser.parse_args(arguments)
+    return run(evaluate, parser.parse_args(arguments))
 
 
 def evaluate(options: argparse.Namespace) -> None:

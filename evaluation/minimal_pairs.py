@@ -61,10 +61,6 @@ TEMPERATURES = tuple(step / 10 for step in range(5, 31))  # that --select_temper
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    return run(evaluate, parse_arguments(arguments))
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("Score a model on minimal pairs, such as BLiMP.")
     add_scoring_flags(parser, document_end=False)
     parser.add_argument(
@@ -86,7 +82,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", metavar="FILE.json", help="write all results here")
     parser.add_argument("--scores", metavar="FILE.jsonl", help="write every pair with its sentences' scores here")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the results by phenomenon (needs matplotlib)")
-    return parser.parse_args(arguments)
+    return run(evaluate, parser.parse_args(arguments))
 
 
 def evaluate(options: argparse.Namespace) -> None:

@@ -66,10 +66,6 @@ _PACKED = (".gz", ".bz2", ".xz", ".zst", ".parquet")
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    return run(evaluate, parse_arguments(arguments))
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("Perplexity of held-out text, causal and masked.")
     add_scoring_flags(parser, document_end=None)
     parser.add_argument(
@@ -90,7 +86,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--text_field", default="text", metavar="NAME", help='of objects in .jsonl files (default: "text")'
     )
     parser.add_argument("--output", metavar="FILE.json", help="write the results here")
-    return parser.parse_args(arguments)
+    return run(evaluate, parser.parse_args(arguments))
 
 
 def evaluate(options: argparse.Namespace) -> None:

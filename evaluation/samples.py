@@ -70,10 +70,6 @@ class Cloze:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    return run(sample_runs, parse_arguments(arguments))
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("Let the averaged weights of a run's newest checkpoint continue texts and fill gaps.")
     parser.add_argument(
         "runs", nargs="+", metavar="RUN",
@@ -93,7 +89,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         default="auto",
         help="where the model runs; auto: CUDA where there is a GPU (default: auto)",
     )
-    return parser.parse_args(arguments)
+    return run(sample_runs, parser.parse_args(arguments))
 
 
 def sample_runs(options: argparse.Namespace) -> None:

@@ -51,17 +51,13 @@ _OUTSIDE = -1  # the word of <s>, </s>
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    return run(measure, parse_arguments(arguments))
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add_scoring_flags(parser, document_end=False)
     parser.add_argument("--data", required=True, metavar="FILE", help="a text file, one text a line")
     add_mode_flag(parser, fused=False)
     parser.add_argument("--word_l2r", action="store_true", help="masked: hide also the following tokens of the word")
     parser.add_argument("--output", required=True, metavar="FILE.csv", help="the words with their surprisals")
-    return parser.parse_args(arguments)
+    return run(measure, parser.parse_args(arguments))
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -331,25 +331,6 @@ def _write_checkpoint(
 # ---------------------------------------------------------------------------------------------------- command line
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser("Import files of the published GPT-BERT project.")
-    commands = parser.add_subparsers(dest="kind", required=True, metavar="data|checkpoint", parser_class=Parser)
-    data = commands.add_parser(
-        "data", help="tokenised corpora to token shards", description="Import tokenised corpora."
-    )
-    data.add_argument("--input", nargs="+", required=True, type=Path, metavar="FILE", help="files of int16 tensors")
-    add_shard_flags(data, "tokenizer.json that made the files", validation=False)
-    model = commands.add_parser("checkpoint", help="weights to our format", description="Import a checkpoint.")
-    model.add_argument("--input", required=True, type=Path, metavar="FILE", help="state dict or whole training state")
-    model.add_argument("--ema_input", type=Path, metavar="FILE", help="state dict of the averaged weights")
-    model.add_argument("--config_file", required=True, type=Path, metavar="FILE", help="model configuration (JSON)")
-    model.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="checkpoint folder to write")
-    model.add_argument(
-        "--tokenizer_path", type=Path, metavar="FILE", help="tokenizer.json to put beside; evaluation needs it there"
-    )
-    return parser.parse_args(argv)
-
-
 def command(arguments: argparse.Namespace) -> int:
     if arguments.kind == "checkpoint":
         paths = (arguments.ema_input, arguments.tokenizer_path)
@@ -373,7 +354,22 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(command, parse_arguments(argv), "nothing unfinished has a final name; run the same again")
+    parser = Parser("Import files of the published GPT-BERT project.")
+    commands = parser.add_subparsers(dest="kind", required=True, metavar="data|checkpoint", parser_class=Parser)
+    data = commands.add_parser(
+        "data", help="tokenised corpora to token shards", description="Import tokenised corpora."
+    )
+    data.add_argument("--input", nargs="+", required=True, type=Path, metavar="FILE", help="files of int16 tensors")
+    add_shard_flags(data, "tokenizer.json that made the files", validation=False)
+    model = commands.add_parser("checkpoint", help="weights to our format", description="Import a checkpoint.")
+    model.add_argument("--input", required=True, type=Path, metavar="FILE", help="state dict or whole training state")
+    model.add_argument("--ema_input", type=Path, metavar="FILE", help="state dict of the averaged weights")
+    model.add_argument("--config_file", required=True, type=Path, metavar="FILE", help="model configuration (JSON)")
+    model.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="checkpoint folder to write")
+    model.add_argument(
+        "--tokenizer_path", type=Path, metavar="FILE", help="tokenizer.json to put beside; evaluation needs it there"
+    )
+    return run(command, parser.parse_args(argv), "nothing unfinished has a final name; run the same again")
 
 
 if __name__ == "__main__":

@@ -194,31 +194,6 @@ def _end_id(text: str | None, tokenizer: Tokenizer) -> int | None:
 # ---------------------------------------------------------------------------------------------------- command line
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser("Import tokenised corpora; run again after an interruption, it continues.")
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        type=Path,
-        metavar="PATH",
-        help="files, folders of them, or the name that Megatron's .bin and .idx share",
-    )
-    add_shard_flags(parser, "tokenizer.json that made the files")
-    parser.add_argument(
-        "--format",
-        choices=("auto", *FORMATS),
-        default="auto",
-        help="auto: by suffix; a .bin is Megatron's if an .idx lies beside it, else nanoGPT's",
-    )
-    parser.add_argument(
-        "--document_end",
-        metavar="ID|TOKEN",
-        help="what ends a document in a stream (nanogpt, 1-D npy), such as '</s>'; digits are an id",
-    )
-    return parser.parse_args(argv)
-
-
 def command(arguments: argparse.Namespace) -> int:
     totals = import_tokens(
         arguments.input,
@@ -247,7 +222,28 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
+    parser = Parser("Import tokenised corpora; run again after an interruption, it continues.")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        type=Path,
+        metavar="PATH",
+        help="files, folders of them, or the name that Megatron's .bin and .idx share",
+    )
+    add_shard_flags(parser, "tokenizer.json that made the files")
+    parser.add_argument(
+        "--format",
+        choices=("auto", *FORMATS),
+        default="auto",
+        help="auto: by suffix; a .bin is Megatron's if an .idx lies beside it, else nanoGPT's",
+    )
+    parser.add_argument(
+        "--document_end",
+        metavar="ID|TOKEN",
+        help="what ends a document in a stream (nanogpt, 1-D npy), such as '</s>'; digits are an id",
+    )
+    arguments = parser.parse_args(argv)
     return run(command, arguments, f"{arguments.output} is unfinished; the same command continues where it stopped")
 
 

@@ -231,22 +231,6 @@ def _folders(path: Path) -> list[Path]:
     return [path] if (path / MANIFEST_NAME).exists() or not splits else splits
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser("Show totals, document lengths and samples of a shard folder.")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="shard folder, or one with train and validation")
-    parser.add_argument(
-        "--verify", action="store_true", help="check checksums, sizes, offsets and ids; exit 1 on damage"
-    )
-    parser.add_argument(
-        "--samples", type=int, default=3, metavar="N", help="documents to decode and print, spread over the folder"
-    )
-    parser.add_argument(
-        "--sample_tokens", type=positive_int, default=80, metavar="N", help="tokens to print of each sample"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead, without samples")
-    return parser.parse_args(argv)
-
-
 def command(arguments: argparse.Namespace) -> int:
     damage: list[str] = []
     contents: list[Contents] = []
@@ -279,7 +263,19 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(command, parse_arguments(argv), "nothing was changed")
+    parser = Parser("Show totals, document lengths and samples of a shard folder.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="shard folder, or one with train and validation")
+    parser.add_argument(
+        "--verify", action="store_true", help="check checksums, sizes, offsets and ids; exit 1 on damage"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=3, metavar="N", help="documents to decode and print, spread over the folder"
+    )
+    parser.add_argument(
+        "--sample_tokens", type=positive_int, default=80, metavar="N", help="tokens to print of each sample"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead, without samples")
+    return run(command, parser.parse_args(argv), "nothing was changed")
 
 
 if __name__ == "__main__":

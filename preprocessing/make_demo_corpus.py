@@ -146,23 +146,6 @@ def _encodable(text: str) -> bool:
     return True
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser("Write a corpus of real English from the documentation in installed Python packages.")
-    parser.add_argument(
-        "--output",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help=".jsonl (objects with text), or .txt, where a blank line inside a document becomes a line break",
-    )
-    parser.add_argument(
-        "--max_words", type=positive_int, default=500_000, metavar="N", help="words after which to stop"
-    )
-    parser.add_argument("--min_words", type=positive_int, default=20, metavar="N", help="words a document must have")
-    add_overwrite_flag(parser, "a different file at --output")
-    return parser.parse_args(argv)
-
-
 def command(arguments: argparse.Namespace) -> int:
     output: Path = arguments.output
     if output.suffix not in (".jsonl", ".txt"):
@@ -189,7 +172,20 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(command, parse_arguments(argv), "no corpus was written")
+    parser = Parser("Write a corpus of real English from the documentation in installed Python packages.")
+    parser.add_argument(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help=".jsonl (objects with text), or .txt, where a blank line inside a document becomes a line break",
+    )
+    parser.add_argument(
+        "--max_words", type=positive_int, default=500_000, metavar="N", help="words after which to stop"
+    )
+    parser.add_argument("--min_words", type=positive_int, default=20, metavar="N", help="words a document must have")
+    add_overwrite_flag(parser, "a different file at --output")
+    return run(command, parser.parse_args(argv), "no corpus was written")
 
 
 if __name__ == "__main__":

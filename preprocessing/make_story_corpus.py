@@ -170,19 +170,6 @@ def minimal_pairs(phenomenon: Callable[[Grammar], Draw], count: int, seed: int) 
 # Command line
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser("Write stories from a small grammar of English, and minimal pairs that they do not give away.")
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE.jsonl", help="the stories")
-    parser.add_argument(
-        "--pairs", required=True, type=Path, metavar="FOLDER", help="minimal pairs, a file a phenomenon"
-    )
-    parser.add_argument("--stories", type=positive_int, default=24_000, metavar="N", help="how many")
-    parser.add_argument("--count", type=positive_int, default=50, metavar="N", help="minimal pairs of each phenomenon")
-    parser.add_argument("--seed", type=int, default=42, metavar="N", help="of the random numbers")
-    add_overwrite_flag(parser, "different files")
-    return parser.parse_args(argv)
-
-
 def command(arguments: argparse.Namespace) -> int:
     if arguments.output.suffix != ".jsonl":
         raise CommandError(f"--output {arguments.output} must end in .jsonl")
@@ -208,7 +195,16 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(command, parse_arguments(argv), "no stories were written")
+    parser = Parser("Write stories from a small grammar of English, and minimal pairs that they do not give away.")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE.jsonl", help="the stories")
+    parser.add_argument(
+        "--pairs", required=True, type=Path, metavar="FOLDER", help="minimal pairs, a file a phenomenon"
+    )
+    parser.add_argument("--stories", type=positive_int, default=24_000, metavar="N", help="how many")
+    parser.add_argument("--count", type=positive_int, default=50, metavar="N", help="minimal pairs of each phenomenon")
+    parser.add_argument("--seed", type=int, default=42, metavar="N", help="of the random numbers")
+    add_overwrite_flag(parser, "different files")
+    return run(command, parser.parse_args(argv), "no stories were written")
 
 
 if __name__ == "__main__":

@@ -208,28 +208,6 @@ def _through(tokenizer: Tokenizer, items: Iterable[Item]) -> Iterator[Item]:
 # --------------------------------------------------------------------------------------------------------- command
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser("Report and list the documents of a corpus that share n-grams of words with evaluation data.")
-    parser.add_argument("shards", metavar="SHARDS", help="shard folder, .shard file, or a glob of these in quotes")
-    parser.add_argument(
-        "--against",
-        nargs="+",
-        required=True,
-        type=Path,
-        metavar="PATH",
-        help="evaluation data: .jsonl (every string in a line), .txt and .tsv (lines), folders of these, and shards, "
-        "such as the held-out part",
-    )
-    parser.add_argument("--ngram", type=positive_int, default=13, metavar="N", help="words in a row that must be equal")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE.jsonl", help="write the documents to leave out, one JSON object a line"
-    )
-    parser.add_argument(
-        "--tokenizer_path", type=Path, metavar="FILE", help="tokenizer of all shards (default: the one beside them)"
-    )
-    return parser.parse_args(argv)
-
-
 def command(arguments: argparse.Namespace) -> int:
     output: Path | None = arguments.output
     if output and (output.is_dir() or not output.parent.is_dir()):
@@ -282,7 +260,25 @@ def _percent(number: int, of: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(command, parse_arguments(argv), "nothing was written")
+    parser = Parser("Report and list the documents of a corpus that share n-grams of words with evaluation data.")
+    parser.add_argument("shards", metavar="SHARDS", help="shard folder, .shard file, or a glob of these in quotes")
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        required=True,
+        type=Path,
+        metavar="PATH",
+        help="evaluation data: .jsonl (every string in a line), .txt and .tsv (lines), folders of these, and shards, "
+        "such as the held-out part",
+    )
+    parser.add_argument("--ngram", type=positive_int, default=13, metavar="N", help="words in a row that must be equal")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.jsonl", help="write the documents to leave out, one JSON object a line"
+    )
+    parser.add_argument(
+        "--tokenizer_path", type=Path, metavar="FILE", help="tokenizer of all shards (default: the one beside them)"
+    )
+    return run(command, parser.parse_args(argv), "nothing was written")
 
 
 if __name__ == "__main__":

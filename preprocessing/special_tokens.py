@@ -65,18 +65,6 @@ def add_special_tokens(path: Path, given: str, roles: Sequence[str]) -> tuple[To
     return tokenizer, special_tokens(tokenizer.to_str(), tokens, where=f"the tokenizer {path}")
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__)
-    parser.add_argument("tokenizer", type=Path, metavar="TOKENIZER", help="tokenizer.json, or a folder that holds one")
-    parser.add_argument("--special_tokens", default="", metavar="ROLE=TOKEN,...", help=FLAG_HELP)
-    parser.add_argument(
-        "--add", nargs="+", default=[], choices=ROLES, metavar="ROLE",
-        help=f"roles ({', '.join(ROLES)}) that get a new token where the tokenizer has none: {OURS} or as named above",
-    )  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write tokenizer.json and its roles here")
-    return parser.parse_args(argv)
-
-
 def command(arguments: argparse.Namespace) -> int:
     path, output = arguments.tokenizer, arguments.output
     if arguments.add and output is None:
@@ -101,7 +89,15 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(command, parse_arguments(argv), "nothing was written")
+    parser = Parser(__doc__)
+    parser.add_argument("tokenizer", type=Path, metavar="TOKENIZER", help="tokenizer.json, or a folder that holds one")
+    parser.add_argument("--special_tokens", default="", metavar="ROLE=TOKEN,...", help=FLAG_HELP)
+    parser.add_argument(
+        "--add", nargs="+", default=[], choices=ROLES, metavar="ROLE",
+        help=f"roles ({', '.join(ROLES)}) that get a new token where the tokenizer has none: {OURS} or as named above",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write tokenizer.json and its roles here")
+    return run(command, parser.parse_args(argv), "nothing was written")
 
 
 if __name__ == "__main__":

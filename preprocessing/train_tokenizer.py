@@ -204,45 +204,6 @@ def total_of(reports: Sequence[SourceReport]) -> SourceReport:
     return SourceReport(source="all", sampled=reports[0].sampled, used=used, **sums)
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser("Train a byte-level tokenizer with the special tokens at ids 0-15.")
-    add_input_flags(parser)
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="tokenizer.json to write")
-    _add_form_flags(parser)
-    parser.add_argument(
-        "--vocab_size",
-        type=positive_int,
-        default=16384,
-        metavar="N",
-        help=f"entries, {len(SPECIAL_TOKENS)} special tokens and 256 bytes included; at least "
-        f"{DEFAULT_FORM.smallest_vocabulary}, for WordPiece {TokenizerForm('wordpiece').smallest_vocabulary}",
-    )
-    parser.add_argument(
-        "--min_frequency",
-        type=positive_int,
-        metavar="N",
-        help="times a pair must occur in the input to become an entry, for BPE and WordPiece (default: "
-        f"{_MIN_FREQUENCY})",
-    )
-    parser.add_argument(
-        "--sample_bytes",
-        type=positive_int,
-        metavar="N",
-        help="train on at most N bytes of text: documents of all of --input, chosen by a hash of their text and so the "
-        "same whatever the order of files (default: all; the input is read once more to choose)",
-    )
-    parser.add_argument(
-        "--report_megabytes",
-        type=float,
-        default=100.0,
-        metavar="MB",
-        help="input, spread over all of it, to encode for the figures printed at the end",
-    )
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write the figures of each --input as JSON")
-    add_overwrite_flag(parser, "a different tokenizer at --output")
-    return parser.parse_args(argv)
-
-
 def _add_form_flags(parser: Parser) -> None:
     """The flags of TokenizerForm."""
     parser.add_argument(
@@ -390,7 +351,42 @@ def print_sources(reports: Sequence[SourceReport]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(command, parse_arguments(argv), "no tokenizer was written; run again to start from the beginning")
+    parser = Parser("Train a byte-level tokenizer with the special tokens at ids 0-15.")
+    add_input_flags(parser)
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="tokenizer.json to write")
+    _add_form_flags(parser)
+    parser.add_argument(
+        "--vocab_size",
+        type=positive_int,
+        default=16384,
+        metavar="N",
+        help=f"entries, {len(SPECIAL_TOKENS)} special tokens and 256 bytes included; at least "
+        f"{DEFAULT_FORM.smallest_vocabulary}, for WordPiece {TokenizerForm('wordpiece').smallest_vocabulary}",
+    )
+    parser.add_argument(
+        "--min_frequency",
+        type=positive_int,
+        metavar="N",
+        help="times a pair must occur in the input to become an entry, for BPE and WordPiece (default: "
+        f"{_MIN_FREQUENCY})",
+    )
+    parser.add_argument(
+        "--sample_bytes",
+        type=positive_int,
+        metavar="N",
+        help="train on at most N bytes of text: documents of all of --input, chosen by a hash of their text and so the "
+        "same whatever the order of files (default: all; the input is read once more to choose)",
+    )
+    parser.add_argument(
+        "--report_megabytes",
+        type=float,
+        default=100.0,
+        metavar="MB",
+        help="input, spread over all of it, to encode for the figures printed at the end",
+    )
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the figures of each --input as JSON")
+    add_overwrite_flag(parser, "a different tokenizer at --output")
+    return run(command, parser.parse_args(argv), "no tokenizer was written; run again to start from the beginning")
 
 
 if __name__ == "__main__":
