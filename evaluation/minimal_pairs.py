@@ -24,7 +24,6 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
-from tqdm import tqdm
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
@@ -34,27 +33,29 @@ from evaluation.pair_accuracy import (
     Accuracy,
     Grouped,
     Pair,
-    PairScorer,
     PairSet,
     accuracy,
     by_group,
     chosen_modes,
     correctness,
+    encode_pairs,
     grouping_fields,
+    in_modes,
     mean_of_paradigms,
     objectives,
     read_pair_sets,
 )
 from evaluation.scoring import (
+    ScoringModel,
     about,
     add_mode_flag,
     add_scoring_flags,
     check_scoring_flags,
-    enough_memory,
     load_for_scoring,
+    score_texts,
     write_results,
 )
-from evaluation.token_log_probs import count_tokens
+from evaluation.token_log_probs import sentence_sums
 
 TEMPERATURES = tuple(step / 10 for step in range(5, 31))  # that --select_temperature chooses from
 
@@ -98,14 +99,7 @@ def evaluate(options: argparse.Namespace) -> None:
     model, modes = load_for_scoring(options), chosen_modes(options.mode)
     temperatures = TEMPERATURES if options.select_temperature else (options.temperature,)
 
-    scorer = PairScorer(sets, model.loaded.tokenizer, model.special)
-    total = sum(count_tokens(scorer.sentences, name == "causal") for name in objectives(modes))
-    with enough_memory(), tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
-        scores = scorer.scores(
-            model, modes, model.world, model.shape, autocast=model.autocast, word_l2r=options.word_l2r,
-            temperatures=temperatures, progress=bar.update,
-        )  # fmt: skip
-
+    scores = score(model, sets, modes, word_l2r=options.word_l2r, temperatures=temperatures)
     results = {**about(options), "document_end": model.document_end, "word_l2r": options.word_l2r, "sets": {}}
     for number, each in enumerate(sets):
         by_mode = {mode: scores[mode][number] for mode in modes}
@@ -117,6 +111,18 @@ def evaluate(options: argparse.Namespace) -> None:
     write_results(options.output, results)
     if options.plot:
         draw(results, Path(options.plot))
+
+
+def score(
+    model: ScoringModel, sets: Sequence[PairSet], modes: Sequence[str], **options: Any
+) -> dict[str, list[np.ndarray]]:
+    """For each mode the scores of each set: float64 [K temperatures, pairs, 2]. options: of `score_texts`."""
+    pairs = [pair for each in sets for pair in each.pairs]
+    texts = encode_pairs(pairs, model.loaded.tokenizer, model.special)
+    by_token = score_texts(model, dict.fromkeys(objectives(modes), texts), **options)
+    sums = {name: sentence_sums(texts, of) for name, of in by_token.items()}
+    ends = np.cumsum([len(each.pairs) for each in sets])[:-1]
+    return {mode: np.split(of.reshape(len(of), -1, 2), ends, axis=1) for mode, of in in_modes(sums, modes).items()}
 
 
 def selecting_half(pairs: Sequence[Pair]) -> np.ndarray:

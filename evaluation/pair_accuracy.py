@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -19,17 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
-from evaluation.token_log_probs import (
-    BatchShape,
-    Model,
-    SpecialIds,
-    TokenizedSentences,
-    encode_sentences,
-    sentence_sums,
-    token_scores,
-)
+from evaluation.token_log_probs import SpecialIds, TokenizedSentences, encode_sentences
 from training.config import ConfigError
-from training.distributed import World
 
 MODES = ("masked", "causal", "fused")
 PHENOMENON = "linguistics_term"  # BLiMP's name for it
@@ -163,42 +154,14 @@ def text_of(value: Mapping[str, Any], key: str, where: str, may_be_empty: bool =
 # Scoring
 
 
-class PairScorer:
-    """Sets of pairs, tokenised once, to be scored by models any number of times."""
+def encode_pairs(pairs: Iterable[Pair], tokenizer: Tokenizer, special: SpecialIds) -> TokenizedSentences:
+    """Both sentences of each pair, the good one first."""
+    return encode_sentences(tokenizer, [text for pair in pairs for text in (pair.good, pair.bad)], special)
 
-    def __init__(self, sets: Sequence[PairSet], tokenizer: Tokenizer, special: SpecialIds) -> None:
-        self.sets, self.special = tuple(sets), special
-        texts = [text for each in sets for pair in each.pairs for text in (pair.good, pair.bad)]
-        self.sentences: TokenizedSentences = encode_sentences(tokenizer, texts, special)
 
-    def scores(
-        self,
-        model: Model,
-        modes: Iterable[str],
-        world: World,
-        shape: BatchShape,
-        *,
-        autocast: bool,
-        word_l2r: bool = False,
-        temperatures: tuple[float, ...] = (1.0,),
-        progress: Callable[[int], object] | None = None,
-        wanted: Callable[[], bool] = lambda: False,
-    ) -> dict[str, list[np.ndarray]]:
-        """For each mode the scores of each set: float64 [K temperatures, pairs, 2], the good sentence first.
-
-        The arguments are those of `token_scores`; all ranks take part and get the result.
-        """
-        sums: dict[str, np.ndarray] = {}
-        for name in objectives(modes):
-            by_token = token_scores(
-                model, self.sentences, self.special, world, shape, causal=name == "causal", autocast=autocast,
-                word_l2r=word_l2r, temperatures=temperatures, progress=progress, wanted=wanted,
-            )  # fmt: skip
-            sums[name] = sentence_sums(self.sentences, by_token)
-        if "fused" in modes:
-            sums["fused"] = (sums["masked"] + sums["causal"]) / 2
-        ends = np.cumsum([len(each.pairs) for each in self.sets])[:-1]
-        return {mode: np.split(sums[mode].reshape(len(temperatures), -1, 2), ends, axis=1) for mode in modes}
+def in_modes(scores: Mapping[str, np.ndarray], modes: Iterable[str]) -> dict[str, np.ndarray]:
+    """Scores by mode, from those of the objectives: fused is the mean of both."""
+    return {mode: (scores["masked"] + scores["causal"]) / 2 if mode == "fused" else scores[mode] for mode in modes}
 
 
 def objectives(modes: Iterable[str]) -> list[str]:

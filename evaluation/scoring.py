@@ -9,20 +9,19 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
 from data.wording import count
 from evaluation.generation import LoadedModel, UsageError, add_model_flags, load
-from evaluation.token_log_probs import BatchShape, SpecialIds, TokenizedSentences, count_tokens, token_scores
+from evaluation.token_log_probs import BatchShape, Scorer, SpecialIds, TokenizedSentences, count_tokens, token_scores
 from training.checkpoint import training_flags
 from training.distributed import World
 from training.ema import weights_file
@@ -33,19 +32,11 @@ _LOGITS = 1 << 28  # of a causal batch: 1 GiB in float32
 
 
 @dataclass(frozen=True)
-class ScoringModel:
-    """A model to score texts with, alone on its device. document_end: whether texts are closed, as documents are."""
+class ScoringModel(Scorer):
+    """A loaded model, alone on its device. document_end: whether texts are closed, as documents are."""
 
-    loaded: LoadedModel
-    special: SpecialIds
-    world: World
-    autocast: bool
-    shape: BatchShape
-    document_end: bool
-
-    def __call__(self, input_ids: Tensor, document_ids: Tensor, causal: bool, positions: Tensor) -> Tensor:
-        """Logits [M, V] at flat positions [M] of rows [R, T]."""
-        return self.loaded.model(input_ids, document_ids, causal, positions)
+    loaded: LoadedModel = field(kw_only=True)
+    document_end: bool = field(kw_only=True)
 
 
 def add_scoring_flags(parser: Parser, document_end: bool | None, several: bool = False) -> None:
@@ -111,7 +102,8 @@ def load_for_scoring(options: argparse.Namespace) -> ScoringModel:
         words = loaded.special.vocab_size
         tokens = max(_ROW_LENGTH, min(32768 if on_cuda else 4096, _LOGITS // words))
     shape = BatchShape(tokens // _ROW_LENGTH, _ROW_LENGTH)
-    return ScoringModel(loaded, special, World(0, 1, loaded.device, Environment("none")), autocast, shape, ends)
+    world = World(0, 1, loaded.device, Environment("none"))
+    return ScoringModel(loaded.model, special, world, shape, autocast, loaded=loaded, document_end=ends)
 
 
 def say_of_positions(model: ScoringModel, parts: Iterable[TokenizedSentences]) -> None:
@@ -127,20 +119,20 @@ def say_of_positions(model: ScoringModel, parts: Iterable[TokenizedSentences]) -
 
 
 def score_texts(
-    model: ScoringModel, texts: Mapping[str, TokenizedSentences], *, word_l2r: bool = False, best: bool = False
+    scorer: Scorer,
+    texts: Mapping[str, TokenizedSentences],
+    *,
+    word_l2r: bool = False,
+    temperatures: tuple[float, ...] = (1.0,),
+    best: bool = False,
 ) -> dict[str, np.ndarray]:
-    """For each objective the log-probabilities of all tokens of its texts, float32 [1, N] (with `best` [2, N]).
-
-    They and the options are those of `token_scores`.
-
-    Raises UsageError where the device has too little memory.
-    """
+    """For each objective `token_scores` of its texts. Raises UsageError where the device has too little memory."""
     total = sum(count_tokens(sentences, objective == "causal") for objective, sentences in texts.items())
     with enough_memory(), tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
         return {
             objective: token_scores(
-                model, sentences, model.special, model.world, model.shape, causal=objective == "causal",
-                autocast=model.autocast, word_l2r=word_l2r, progress=bar.update, best=best,
+                scorer, sentences, causal=objective == "causal", word_l2r=word_l2r, temperatures=temperatures,
+                best=best, progress=bar.update,
             )
             for objective, sentences in texts.items()
         }  # fmt: skip

@@ -24,6 +24,8 @@ from evaluation.pair_accuracy import (
     by_group,
     chosen_modes,
     correctness,
+    encode_pairs,
+    in_modes,
     mean_of_paradigms,
     objectives,
     read_lines,
@@ -32,17 +34,15 @@ from evaluation.pair_accuracy import (
 )
 from evaluation.token_log_probs import (
     BatchShape,
-    Model,
+    Scorer,
     SpecialIds,
     TokenizedSentences,
-    encode_sentences,
     joined,
     sentence_sums,
     token_scores,
 )
 from evaluation.validation import evaluation_mode
 from training.config import ConfigError, TrainingConfig
-from training.distributed import World
 from training.inputs import Inputs
 from training.state import TrainState
 
@@ -164,7 +164,7 @@ def _by_dataset(path: Path, files: Mapping[str, list[Path]]) -> dict[tuple[str, 
 
 def pair_suite(each: PairSet, tokenizer: Tokenizer, special: SpecialIds) -> Suite:
     """A set of minimal pairs."""
-    texts = encode_sentences(tokenizer, [text for pair in each.pairs for text in (pair.good, pair.bad)], special)
+    texts = encode_pairs(each.pairs, tokenizer, special)
 
     def metrics(scores: np.ndarray) -> dict[str, float]:
         right = correctness(scores)
@@ -245,46 +245,31 @@ def _lambada(file: Path, tokenizer: Tokenizer, special: SpecialIds) -> Suite:
 # Scoring
 
 
-def measure_suites(
-    model: Model,
-    suites: Sequence[Suite],
-    special: SpecialIds,
-    world: World,
-    shape: BatchShape,
-    mode: str,
-    autocast: bool,
-    wanted: Callable[[], bool] = lambda: False,
-) -> dict[str, float]:
+def measure_suites(scorer: Scorer, suites: Sequence[Suite], mode: str) -> dict[str, float]:
     """Metrics `eval/MODE/NAME` and `eval/MODE/NAME/PART` of all suites, in the modes of --evaluate_mode's value.
 
-    All ranks take part. wanted: as in `token_scores`.
+    All ranks take part.
     """
-    modes, values = chosen_modes(mode), {}
+    modes = chosen_modes(mode)
+    values: dict[str, dict[str, np.ndarray]] = {suite.name: {} for suite in suites}
     for objective in objectives(modes):
         for last_words in (False, True):
             own = [suite for suite in suites if suite.last_words == last_words]
             if not own:
                 continue
             parts = [suite.texts[objective] for suite in own]
-            scores = token_scores(
-                model, joined(parts), special, world, shape, causal=objective == "causal", autocast=autocast,
-                word_l2r=last_words, best=last_words, wanted=wanted,
-            )  # fmt: skip
+            causal = objective == "causal"
+            scores = token_scores(scorer, joined(parts), causal=causal, word_l2r=last_words, best=last_words)
             ends = np.cumsum([len(part.ids) for part in parts])[:-1]
             for suite, found in zip(own, np.split(scores, ends, axis=1), strict=True):
-                values[suite.name, objective] = suite.values(objective, found)
+                values[suite.name][objective] = suite.values(objective, found)
     metrics = {}
-    for name in modes:
+    for mode in modes:
         for suite in suites:
-            if name == "fused" and suite.last_words:
-                continue
-            of = values[suite.name, name] if name != "fused" else _fused(values, suite)
-            metrics |= {f"eval/{name}/{key}": value for key, value in suite.metrics(of).items()}
+            if mode != "fused" or not suite.last_words:
+                of = suite.metrics(in_modes(values[suite.name], [mode])[mode])
+                metrics |= {f"eval/{mode}/{key}": value for key, value in of.items()}
     return metrics
-
-
-def _fused(values: Mapping[tuple[str, str], np.ndarray], suite: Suite) -> np.ndarray:
-    return (values[suite.name, "masked"] + values[suite.name, "causal"]) / 2
 
 
 class ZeroShot:
@@ -319,13 +304,13 @@ class ZeroShot:
     def measure(self, state: TrainState, tokens: int, wanted: Callable[[], bool]) -> dict[str, Any]:
         """Metrics of the averaged weights, in batches of the shape that validation uses. tokens: trained on so far.
 
-        wanted: as in `token_scores`.
+        wanted: as in `Scorer`.
         """
         config, autocast = self._config, state.forward_backward.mixed_precision
         shape = BatchShape(config.local_batch_size, config.seq_length)
+        scorer = Scorer(state.model, self._special, state.world, shape, autocast, wanted)
         with state.ema.swapped_in(state.model), evaluation_mode(state.model):
-            arguments = (state.model, self._suites, self._special, state.world, shape, config.evaluate_mode, autocast)
-            found = measure_suites(*arguments, wanted)
+            found = measure_suites(scorer, self._suites, config.evaluate_mode)
         return {"step": state.step, "stats/tokens": tokens, **found}
 
     def line(self, metrics: Mapping[str, Any]) -> str:

@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from data.cli import Parser
 from evaluation.generation import run
 from evaluation.minimal_pairs import as_json
-from evaluation.pair_accuracy import accuracy, chosen_modes, mean_accuracy, objectives, read_text
+from evaluation.pair_accuracy import accuracy, chosen_modes, in_modes, mean_accuracy, objectives, read_text
 from evaluation.scoring import (
     ScoringModel,
     about,
@@ -166,10 +166,8 @@ def score(model: ScoringModel, suites: Sequence[SyntaxSuite], modes: Sequence[st
     regions = Regions(suites, model.loaded.tokenizer, model.special)
     say_of_positions(model, [regions.texts])
     scores = score_texts(model, dict.fromkeys(objectives(modes), regions.texts))
-    sums = {name: regions.surprisals(of) for name, of in scores.items()}
-    if "fused" in modes:
-        sums["fused"] = (sums["masked"] + sums["causal"]) / 2
-    by_mode = {mode: regions.by_item(sums[mode]) for mode in modes}
+    sums = in_modes({name: regions.surprisals(of) for name, of in scores.items()}, modes)
+    by_mode = {mode: regions.by_item(of) for mode, of in sums.items()}
     return [{mode: by_mode[mode][number] for mode in modes} for number in range(len(suites))]
 
 

@@ -81,6 +81,21 @@ class BatchShape:
 
 
 @dataclass(frozen=True)
+class Scorer:
+    """A model in evaluation mode on world.device, and how it is run. shape: rows grow where a sentence is longer.
+
+    autocast: bf16. wanted: whether this rank wants to stop; all ranks then raise Abandoned at the next batch.
+    """
+
+    model: Model
+    special: SpecialIds
+    world: World
+    shape: BatchShape
+    autocast: bool = False
+    wanted: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
 class _Documents:
     """Documents to fill rows with: the first `lengths` tokens of `sentences`, with token `masked` masked (0: none)."""
 
@@ -161,45 +176,36 @@ def count_tokens(sentences: TokenizedSentences, causal: bool) -> int:
 
 @torch.no_grad()
 def token_scores(
-    model: Model,
+    scorer: Scorer,
     sentences: TokenizedSentences,
-    special: SpecialIds,
-    world: World,
-    shape: BatchShape,
     *,
     causal: bool,
-    autocast: bool,
     word_l2r: bool = False,
     temperatures: tuple[float, ...] = (1.0,),
-    progress: Callable[[int], object] | None = None,
-    wanted: Callable[[], bool] = lambda: False,
     best: bool = False,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> np.ndarray:
     """Log-probability of every scored token at each temperature, float32 [K, N]; 0 for tokens that are not scored.
 
-    best: one line more, 1 where no token is more probable than the scored one, else 0.
-
-    model: in evaluation mode, on world.device. shape: rows grow where a sentence is longer. autocast: bf16.
     word_l2r: mask the sub-words of the same word that follow the masked token too (PLL-word-l2r: Kauf and Ivanova,
     2023), so that a word's first part is not given away by the rest. temperatures: logits are divided by them.
-    progress: called with the number of tokens read after each batch. All ranks share the work and get the result.
-    wanted: whether this rank wants to stop; all ranks then raise Abandoned at the next batch.
+    best: one line more, 1 where no token is more probable than the scored one, else 0. progress: called with the
+    number of tokens read after each batch. All ranks share the work and get the result.
     """
-    documents = _documents(sentences, causal)
-    shape = shape.holding(int(documents.lengths.max(initial=1)))
+    documents, world = _documents(sentences, causal), scorer.world
+    shape = scorer.shape.holding(int(documents.lengths.max(initial=1)))
     order = np.argsort(-documents.lengths, kind="stable")  # the longest first
     mine = documents.take(order[world.rank :: world.size])
     scores = torch.zeros(len(temperatures) + best, len(sentences.ids), device=world.device)
-    for part in until_stop(_batches(mine, shape), world, wanted):
-        batch = _assemble(sentences, *part, shape, special, causal, word_l2r).to(world.device)
-        with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=autocast):
-            logits = model(batch.input_ids, batch.document_ids, causal, batch.positions)
+    for part in until_stop(_batches(mine, shape), world, scorer.wanted):
+        batch = _assemble(sentences, *part, shape, scorer.special, causal, word_l2r).to(world.device)
+        with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=scorer.autocast):
+            logits = scorer.model(batch.input_ids, batch.document_ids, causal, batch.positions)
         scores[: len(temperatures), batch.scored] = log_probabilities(logits, batch.labels, temperatures).float()
         if best:
             label = logits.gather(1, batch.labels[:, None])[:, 0]
             scores[-1, batch.scored] = (label == logits.amax(dim=1)).float()
-        if progress is not None:
-            progress(int(part[0].lengths.sum()))
+        progress(int(part[0].lengths.sum()))
     total = world.all_reduce(scores, "sentence scores")
     return world.to_host(total).numpy()  # where the host waits for the device
 

@@ -30,7 +30,7 @@ from evaluation.babylm import Suite, encode, model_name, score
 from evaluation.generation import LoadedModel
 from evaluation.reading_times import ReadingTimes, encode_places, r_squared, surprisals
 from evaluation.scoring import ScoringModel
-from evaluation.token_log_probs import BatchShape, SpecialIds, joined, sentence_sums, token_scores
+from evaluation.token_log_probs import BatchShape, Scorer, SpecialIds, joined, sentence_sums, token_scores
 from evaluation.zero_shot import Item, encode_items, find_datasets
 from model_extra import GPTBert
 from training.config import ConfigError
@@ -196,7 +196,7 @@ def test_completions_do_not_depend_on_what_shares_their_batches(causal):
     sums = []
     for parts, shape in (([choices, words], BatchShape(3, 40)), ([words, choices], BatchShape(1, 16))):
         texts = joined(parts)
-        scores = token_scores(MODEL, texts, SPECIAL, WORLD, shape, causal=causal, autocast=False)
+        scores = token_scores(Scorer(MODEL, SPECIAL, WORLD, shape), texts, causal=causal)
         assert (scores[0] != 0).sum() == texts.counts.sum()
         found = np.split(sentence_sums(texts, scores)[0], [len(parts[0])])
         sums.append(found if parts[0] is choices else found[::-1])
@@ -221,7 +221,7 @@ def test_unknown_characters_and_choices_beyond_the_positions(tmp_path, capsys, u
     assert choices.counts.tolist() == ([1, 1, 1, 1] if unknown else [0, 0, 1, 1])
     model = tiny_model(tokenizer.get_vocab_size())
     loaded = LoadedModel(model, tokenizer, torch.device("cpu"))
-    scoring = ScoringModel(loaded, special, WORLD, False, BatchShape(2, 64), False)
+    scoring = ScoringModel(model, special, WORLD, BatchShape(2, 64), loaded=loaded, document_end=False)
     suite = Suite((dataset,), {})
     exact = copy.deepcopy(model).double()
     for mode, found in score(scoring, suite, encode(suite, tokenizer, special, MODES[:2]), MODES).items():

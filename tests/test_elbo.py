@@ -39,7 +39,7 @@ def test_the_bound_is_that_of_all_sets_of_hidden_tokens(tmp_path):
     corpus = corpus_of(tmp_path, *[document] * 50)
     held_out = ValidationSet(corpus, MaskingOptions(24), len(document) + 2)
     ids, world = SpecialIds(1, 2, 3, 4), World(0, 1, CPU, Environment("none"))
-    model = ScoringModel(SHARP, ids, world, False, BatchShape(8, 8), True)
+    model = ScoringModel(SHARP.model, ids, world, BatchShape(8, 8), loaded=SHARP, document_end=True)
     bound = measure_bound(model, held_out, 64, 60)
     exact = exact_bound(sharp_model(24), document) / len(document)
     assert bound.tokens == 200

@@ -10,19 +10,21 @@ from helpers.tiny_runs import TEXT, train_on
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from evaluation.minimal_pairs import TEMPERATURES, select_temperature, selecting_half, summarise
+from evaluation.generation import LoadedModel
+from evaluation.minimal_pairs import TEMPERATURES, score, select_temperature, selecting_half, summarise
 from evaluation.pair_accuracy import (
     Pair,
-    PairScorer,
     PairSet,
     accuracy,
     by_group,
     grouping_fields,
     mean_accuracy,
 )
+from evaluation.scoring import ScoringModel
 from evaluation.suites import measure_suites, pair_suite
 from evaluation.token_log_probs import (
     BatchShape,
+    Scorer,
     SpecialIds,
     encode_sentences,
     log_probabilities,
@@ -58,9 +60,9 @@ def model(tokenizer: Tokenizer) -> GPTBert:
 
 
 def sums(model, tokenizer, shape=SHAPE, special=SPECIAL, **options) -> np.ndarray:
-    options = {"autocast": False, **options}
     sentences = encode_sentences(tokenizer, TEXTS, special)
-    return sentence_sums(sentences, token_scores(model, sentences, special, WORLD, shape, **options))
+    scorer = Scorer(model, special, WORLD, shape, options.pop("autocast", False))
+    return sentence_sums(sentences, token_scores(scorer, sentences, **options))
 
 
 @pytest.mark.parametrize("eos", [True, False])
@@ -84,7 +86,7 @@ def test_modes_differ_and_special_tokens_are_not_scored(model, tokenizer):
     assert (abs(causal - masked) > 1e-3).all()
     assert abs(masked - l2r)[1] > 1e-3
     sentences = encode_sentences(tokenizer, TEXTS, SPECIAL)
-    scores = token_scores(model, sentences, SPECIAL, WORLD, BatchShape(4, 64), causal=False, autocast=False)[0]
+    scores = token_scores(Scorer(model, SPECIAL, WORLD, BatchShape(4, 64)), sentences, causal=False)[0]
     assert ((scores == 0) == (sentences.ids < 5)).all()  # <s> and </s>
 
 
@@ -123,7 +125,7 @@ def test_scores_of_ranks_add_up(model, tokenizer):
             return tensor
 
     def scores(world):
-        return token_scores(model, sentences, SPECIAL, world, BatchShape(2, 64), causal=False, autocast=False)
+        return token_scores(Scorer(model, SPECIAL, world, BatchShape(2, 64)), sentences, causal=False)
 
     parts = [scores(Part(rank, 3, WORLD.device, WORLD.environment)) for rank in range(3)]
     assert all((part != 0).sum() > 10 for part in parts)
@@ -137,12 +139,13 @@ def pairs_of(texts: list[tuple[str, str]], paradigm: str = "p", **fields) -> tup
 
 def test_fused_score_is_the_mean_in_log_space(model, tokenizer):
     sets = [PairSet("a", pairs_of([("The list", "The lists"), ("a", "b")])), PairSet("b", pairs_of([("é", "naïve")]))]
-    scorer = PairScorer(sets, tokenizer, SPECIAL)
-    found = scorer.scores(model, ("masked", "causal", "fused"), WORLD, BatchShape(4, 32), autocast=False)
+    loaded = LoadedModel.of(model, tokenizer)
+    scorer = ScoringModel(model, SPECIAL, WORLD, BatchShape(4, 32), loaded=loaded, document_end=True)
+    found = score(scorer, sets, ("masked", "causal", "fused"))
     assert [values.shape for values in found["fused"]] == [(1, 2, 2), (1, 1, 2)]
     for masked, causal, fused in zip(found["masked"], found["causal"], found["fused"], strict=True):
         np.testing.assert_array_equal(fused, (masked + causal) / 2)
-    alone = scorer.scores(model, ("fused",), WORLD, BatchShape(4, 32), autocast=False)
+    alone = score(scorer, sets, ("fused",))
     assert list(alone) == ["fused"]
     np.testing.assert_array_equal(alone["fused"][1], found["fused"][1])
     encoded = tokenizer.encode("naïve", add_special_tokens=False)
@@ -174,7 +177,7 @@ def test_a_model_trained_to_prefer_something_is_right_always():
         pairs = pairs_of([tuple(" ".join(f"w{n}" for n in ids) for ids in pair) for pair in texts])
         suite = pair_suite(PairSet("s", pairs), tokenizer, SPECIAL)
         with evaluation_mode(model):
-            return measure_suites(model, [suite], SPECIAL, WORLD, BatchShape(4, 16), "all", autocast=False)
+            return measure_suites(Scorer(model, SPECIAL, WORLD, BatchShape(4, 16)), [suite], "all")
 
     preferred = [(ids, ids[::-1]) for ids in good]
     assert model.training

@@ -22,7 +22,7 @@ from helpers.tiny_evaluation import (
 
 from evaluation import babylm, lambada, syntax_gym, zero_shot
 from evaluation.suites import measure_suites, read_suites
-from evaluation.token_log_probs import BatchShape, sentence_sums, token_scores
+from evaluation.token_log_probs import BatchShape, Scorer, sentence_sums, token_scores
 from evaluation.zero_shot import find_datasets
 from model_extra import GPTBert
 from training.config import ConfigError
@@ -68,7 +68,7 @@ def test_examples_before_an_item_are_read_and_not_scored(tmp_path, run_folder, c
         assert len(set(examples) & set(right)) == 2
         assert plain.texts[0] not in examples
     texts = zero_shot.encode_items(shown.items, TOKENIZER, SPECIAL)
-    scores = token_scores(logits_of(MODEL), texts, SPECIAL, WORLD, BatchShape(2, 64), causal=True, autocast=False)
+    scores = token_scores(Scorer(logits_of(MODEL), SPECIAL, WORLD, BatchShape(2, 64)), texts, causal=True)
     found = zero_shot.by_item(shown.items, sentence_sums(texts, scores)[0])
     for item, line in zip(shown.items, found, strict=True):
         parts = zip(item.prefixes, item.completions, strict=True)
@@ -96,9 +96,7 @@ def test_suites_during_training_give_what_the_commands_give(run_folder, tmp_path
     (folder / "syntax/npi.json").write_text(json.dumps(suite))
     suites, notes = read_suites(folder, TOKENIZER, SPECIAL)
     assert [note.split(" ")[0] for note in notes] == ["cdi_childes/cdi.jsonl", "glue_filtered/boolq.jsonl"]
-    shape = BatchShape(4, 64)
-
-    found = measure_suites(logits_of(MODEL), suites, SPECIAL, WORLD, shape, "all", autocast=False)
+    found = measure_suites(Scorer(logits_of(MODEL), SPECIAL, WORLD, BatchShape(4, 64)), suites, "all")
     flags = ["--device", "cpu", "--mode", "all", "--output"]
     main_model = str(run_folder / "checkpoints/step_00000002")
     assert babylm.main([main_model, "--data", str(data), *flags, str(tmp_path / "out")]) == 0
