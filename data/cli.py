@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -54,8 +56,13 @@ def run_command(command: Callable[[], object], *errors: type[Exception]) -> int:
     """The exit code of a command: 0, 2 after one sentence on an error of these kinds, 130 after Ctrl-C."""
     try:
         command()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (`| head`) has what it wanted; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except errors as error:
-        print(f"error: {error}", file=sys.stderr)
+        where = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        print(f"error: {where}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from data.cli import Parser
+from data.cli import Parser, run_command
 from data.shards import ShardError
 from data.special_tokens import SpecialTokens, plain, special_tokens
 from evaluation.kv_cache import CachedDecoder, LanguageModel, UncachedDecoder
@@ -330,17 +328,6 @@ def _typed_lines() -> Iterator[str]:
 
 
 def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
-    """Run a script's command; return 0, 2 after one sentence on what the user can change, 130 after Ctrl-C."""
-    try:
-        command(options)
-        sys.stdout.flush()
-    except (UsageError, CheckpointError, ConfigError, ModelConfigError, ShardError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader (`| head`) has what it wanted; Python would complain once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    return 0
+    """Run a script's command; return the exit code, 2 after one sentence on what the user can change."""
+    errors = (UsageError, CheckpointError, ConfigError, ModelConfigError, ShardError)
+    return run_command(lambda: command(options), *errors)

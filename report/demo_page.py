@@ -9,7 +9,6 @@ as it is. The terminal gets the same in short.
 
 from __future__ import annotations
 
-import argparse
 import html
 import sys
 import textwrap
@@ -22,7 +21,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from data.atomic_io import json_objects, write_atomically
-from data.cli import Parser
+from data.cli import Parser, run_command
 from report.charts import Chart, is_set, pair_names, rounded_line, run_colour, spoken
 from report.metrics import ReportError, objectives
 from report.page import body, document_with_charts, figure, page_data, pair_table, swatch, toolbar
@@ -57,25 +56,6 @@ class Measure:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code (0 written, 2 with one sentence on stderr where nothing could be)."""
-    options = parse_arguments(arguments)
-    try:
-        runs = read_runs(options.runs)
-        before = pairs_in_files(options.before) if options.before else {}
-        pairs = (
-            {path.stem: json_objects(path) for path in sorted(options.pairs.glob("*.jsonl"))} if options.pairs else {}
-        )
-        write_atomically(options.output, demo_page(runs, before, pairs).encode(errors="replace"))
-    except ReportError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or options.output}: {error.strerror}", file=sys.stderr)
-        return 2
-    print("\n".join(in_short(runs, measures(runs, before))))
-    return 0
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("Compare runs that differ in their objectives, on one page and in the terminal.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; the first is compared with the others")
     parser.add_argument("--pairs", type=Path, metavar="FOLDER", help="the minimal pairs, to show some of them")
@@ -84,7 +64,17 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="folder with what evaluation/minimal_pairs.py --output wrote of the untrained weights",
     )  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.html", help="the page")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+
+    def write() -> None:
+        runs = read_runs(options.runs)
+        before = pairs_in_files(options.before) if options.before else {}
+        files = sorted(options.pairs.glob("*.jsonl")) if options.pairs else []
+        pairs = {path.stem: json_objects(path) for path in files}
+        write_atomically(options.output, demo_page(runs, before, pairs).encode(errors="replace"))
+        print("\n".join(in_short(runs, measures(runs, before))))
+
+    return run_command(write, ReportError, OSError)
 
 
 # What is compared

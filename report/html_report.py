@@ -13,7 +13,6 @@ its evaluation/), and those of --results, are shown with their intervals; of sev
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,13 +24,13 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from data.atomic_io import write_atomically
-from data.cli import Parser
+from data.cli import Parser, run_command
 from data.results import given_results, read_results
 from report.group_page import group_page
-from report.metrics import ReportError, load_metrics
+from report.metrics import ReportError, default_output, folder_of, load_metrics
 from report.page import page
 from report.plot import draw
-from report.runs import Run, folder_of, read_runs
+from report.runs import Run, read_runs
 from training.status import SAMPLES
 
 if TYPE_CHECKING:
@@ -43,28 +42,6 @@ _LARGEST_FRACTION = 0.1  # of the time that --watch spends writing pages
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code (0 written, 2 with one sentence on stderr where nothing could be)."""
-    options = parse_arguments(arguments)
-    output = Path(options.output) if options.output else default_output(options.runs)
-    try:
-        check(options, output)
-        if options.watch:
-            return watch(options.runs, output, options.interval)
-        runs = read_runs(options.runs, results_at(options.results))
-        write(runs, output, content=group_page(runs, options.by, options.baseline) if options.group else "")
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    except ReportError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or output}: {error.strerror}", file=sys.stderr)
-        return 2
-    print(output)
-    return 0
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="report/html_report.py",
         description="Show one or several runs as one HTML page that needs no network.",
@@ -103,11 +80,20 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--interval", type=float, default=10.0, metavar="SECONDS",
         help="with --watch: least time between two pages (default: 10)",
     )  # fmt: skip
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    return run_command(lambda: make(options), ReportError, OSError)
 
 
-def default_output(runs: list[str]) -> Path:
-    return Path("report.html") if len(runs) > 1 else folder_of(runs[0]) / "report.html"
+def make(options: argparse.Namespace) -> None:
+    """Write the page that the flags ask for. Raises ReportError and OSError."""
+    output = default_output(options.output, options.runs, "report.html")
+    check(options, output)
+    if options.watch:
+        watch(options.runs, output, options.interval)
+    else:
+        runs = read_runs(options.runs, results_at(options.results))
+        write(runs, output, content=group_page(runs, options.by, options.baseline) if options.group else "")
+        print(output)
 
 
 def check(options: argparse.Namespace, output: Path) -> None:
@@ -140,9 +126,8 @@ def write(runs: list[Run], output: Path, refresh: float = 0.0, content: str = ""
     """Write the page of runs, or another of them, which appears complete or not at all. Raises OSError."""
     for gap in (gap for run in runs for gap in run.metrics.gaps):
         print(gap, file=sys.stderr)
-    write_atomically(
-        output, (content or page(runs, refresh)).encode(errors="replace")
-    )  # half a surrogate pair is no text
+    content = content or page(runs, refresh)
+    write_atomically(output, content.encode(errors="replace"))  # half a surrogate pair is no text
 
 
 def publish_report(folder: Path, log: MetricLogger, step: int) -> None:
@@ -160,7 +145,7 @@ def publish_report(folder: Path, log: MetricLogger, step: int) -> None:
         log.say(f"note: no report was written ({type(error).__name__}: {error}); report/html_report.py can")
 
 
-def watch(runs: list[str], output: Path, interval: float) -> int:
+def watch(runs: list[str], output: Path, interval: float) -> None:
     """Keep the page up to date until every run is finished, or Ctrl-C; the last page no longer reloads itself."""
     print(f"{output} follows {', '.join(runs)}; Ctrl-C ends", flush=True)
     seen, took = None, 0.0
@@ -173,7 +158,7 @@ def watch(runs: list[str], output: Path, interval: float) -> int:
                 if found and all(run.state == "finished" for run in found):
                     write(found, output)
                     print(f"{output}: all runs are finished", flush=True)
-                    return 0
+                    return
                 if found:
                     write(found, output, refresh=interval)
                     seen = now
@@ -183,20 +168,15 @@ def watch(runs: list[str], output: Path, interval: float) -> int:
         if seen is not None:
             write(read_runs(runs), output)
         print(f"\n{output}", file=sys.stderr)
-        return 0
 
 
-def _file_versions(runs: list[str]) -> list[tuple[int, int, int] | None]:
-    """Inode, size and time of every file that is watched; None for one that is absent."""
-    found: list[tuple[int, int, int] | None] = []
-    for run in runs:
-        for name in _WATCHED:
-            path = folder_of(run) / name
-            try:
-                stat = os.stat(path)
-                found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
-            except OSError:
-                found.append(None)
+def _file_versions(runs: list[str]) -> dict[Path, tuple[int, int, int]]:
+    """Inode, size and time of every file that is watched, if it is there."""
+    found = {}
+    for path in (folder_of(run) / name for run in runs for name in _WATCHED):
+        with suppress(OSError):
+            stat = path.stat()
+            found[path] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
     return found
 
 

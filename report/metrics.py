@@ -60,6 +60,17 @@ class Metrics:
         return np.interp(steps, to_array(tokens), to_array(tokens.values())), y
 
 
+def folder_of(path: str | Path) -> Path:
+    """The run folder that a command-line argument means: itself, or where the metrics file lies."""
+    path = Path(path)
+    return path if path.is_dir() else path.parent
+
+
+def default_output(given: str | None, runs: list[str], name: str) -> Path:
+    """The file that --output names, else one of this name in the folder of the one run, or here for several."""
+    return Path(given) if given else Path(name) if len(runs) > 1 else folder_of(runs[0]) / name
+
+
 def to_array(values: Iterable[float]) -> np.ndarray:
     return np.fromiter(values, dtype=np.float64)
 

@@ -8,7 +8,6 @@ only half written is left out. The colour tells the objective, the line style te
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import os
@@ -21,8 +20,8 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import numpy as np
 
-from data.cli import Parser
-from report.metrics import Metrics, ReportError, load_all_metrics, objectives, short_number, thin, trend
+from data.cli import Parser, run_command
+from report.metrics import Metrics, ReportError, default_output, load_all_metrics, objectives, short_number, thin, trend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,21 +58,6 @@ _LOSS_PREFIXES = {"training": "train/", "validation": "valid/", "EMA": "valid/em
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code (0 drawn, 2 with one sentence on stderr where nothing could be drawn)."""
-    options = parse_arguments(arguments)
-    try:
-        runs = load_all_metrics(options.runs)
-        for gap in (gap for run in runs for gap in run.gaps):
-            print(gap, file=sys.stderr)
-        output = Path(options.output) if options.output else default_output(options.runs)
-        draw(runs, output, options.x)
-    except (ReportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(output)
-    return 0
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="report/plot.py",
         description="Draw losses, accuracy, schedules, speed and gradient norm of one or several runs into one PNG.",
@@ -91,13 +75,17 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         default="tokens",
         help="horizontal axis: tokens trained on, or step (default: tokens)",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
 
+    def write() -> None:
+        runs = load_all_metrics(options.runs)
+        for gap in (gap for run in runs for gap in run.gaps):
+            print(gap, file=sys.stderr)
+        output = default_output(options.output, options.runs, "metrics.png")
+        draw(runs, output, options.x)
+        print(output)
 
-def default_output(runs: list[str]) -> Path:
-    if len(runs) > 1:
-        return Path("metrics.png")
-    return (Path(runs[0]) if Path(runs[0]).is_dir() else Path(runs[0]).parent) / "metrics.png"
+    return run_command(write, ReportError, OSError)
 
 
 def draw(runs: list[Metrics], output: Path, x_axis: str = "tokens") -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from data.atomic_io import json_object, json_objects
 from data.results import Result, ResultFile, find_results, read_results
-from report.metrics import Metrics, ReportError, load_all_metrics, to_array
+from report.metrics import Metrics, ReportError, folder_of, load_all_metrics, to_array
 from training.status import LEDGER, SAMPLES
 
 MAX_POINTS = 1000  # of a line in the page
@@ -112,12 +112,6 @@ def run_of(folder: Path) -> Run | None:
         return read_runs([str(folder)])[0]
     except ReportError:
         return None
-
-
-def folder_of(path: str | Path) -> Path:
-    """The run folder that a command-line argument means: itself, or where the metrics file lies."""
-    path = Path(path)
-    return path if path.is_dir() else path.parent
 
 
 def read_runs(paths: list[str], results: Sequence[Path] = ()) -> list[Run]:
