@@ -92,7 +92,7 @@ def _separator(text: str) -> str | None:
     return None if text == "blank_line" else text.replace(r"\n", "\n").replace(r"\t", "\t")
 
 
-def add_shard_flags(parser: Parser, tokenizer: str, validation: bool = True) -> None:
+def add_shard_flags(parser: Parser, tokenizer: str) -> None:
     """The flags of all scripts that write a folder of shards. tokenizer: the help of --tokenizer_path."""
     parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="shard folder to write")
     parser.add_argument(
@@ -100,15 +100,14 @@ def add_shard_flags(parser: Parser, tokenizer: str, validation: bool = True) -> 
         help=f"{tokenizer}, or a Hugging Face folder that holds one",
     )  # fmt: skip
     parser.add_argument("--special_tokens", default="", metavar="ROLE=TOKEN,...", help=FLAG_HELP)
-    if validation:
-        parser.add_argument(
-            "--validation_fraction",
-            type=fraction,
-            default=0.0,
-            metavar="X",
-            help="fraction of documents (0 up to 1), chosen by the hash of their text, that go to FOLDER/validation, "
-            "the others to FOLDER/train; 0 writes everything to FOLDER itself",
-        )
+    parser.add_argument(
+        "--validation_fraction",
+        type=fraction,
+        default=0.0,
+        metavar="X",
+        help="fraction of documents (0 up to 1), chosen by the hash of their text, that go to FOLDER/validation, "
+        "the others to FOLDER/train; 0 writes everything to FOLDER itself",
+    )
     parser.add_argument(
         "--shard_size",
         type=positive_int,

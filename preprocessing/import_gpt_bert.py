@@ -3,10 +3,8 @@
     python preprocessing/import_gpt_bert.py data --input train.bin... --output shards/ --tokenizer_path tokenizer.json
     python preprocessing/import_gpt_bert.py checkpoint --input model.bin --config_file base.json --output checkpoint/
 
-Corpora are lists of int16 tensors, one per document, as torch.save writes them. `<s>`, `</s>` and `<pad>` at either end
-of a document are taken off, since the loader puts its own there. Special ids inside a document stay and are counted:
-they are part of the text as its makers tokenised it, and the loader never masks or replaces them. Documents that are
-empty after that are dropped.
+Corpora are lists of int16 tensors, one per document, as torch.save writes them; import_tokens.py says what becomes of
+them.
 
 Checkpoints are a plain state dict, the one of averaged (EMA) weights, or a whole training state with "model" (and
 perhaps "ema_model"). Parameters keep their names and become float32; `position_indices` and the second name of the tied
@@ -20,176 +18,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import numpy as np
-from tokenizers import Tokenizer
-from tqdm import tqdm
-
 from data.atomic_io import sync_folder, write_atomically
 from data.cli import Parser
-from data.shards import sha256_file, token_dtype, tokenizer_hash
-from data.special_tokens import read_special_tokens
-from data.wording import count
+from data.shards import sha256_file
+from preprocessing import import_tokens
 from preprocessing.cli import CommandError, add_shard_flags, run
-from preprocessing.inputs import InputFile
-from preprocessing.resumable_output import FolderPlan, OutputFolder
-from preprocessing.slices import EncodedChunk
-from preprocessing.tokenizer import load_tokenizer, roles_to_record, special_ids, vocabulary_size
+from preprocessing.token_readers import GPT_BERT, load_published
+from preprocessing.tokenizer import load_tokenizer, vocabulary_size
 
 if TYPE_CHECKING:
     import torch
 
-_BATCH = 1000  # documents
-_SAVE_SECONDS = 10.0
 _PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
 _WORDS, _TIED = "embedding.word_embedding.weight", "classifier.nonlinearity.5.weight"
-
-
-def load_published(path: Path) -> Any:
-    """What torch.save wrote, on the CPU, mapped rather than read where the format allows. Raises CommandError."""
-    import pickle
-
-    import torch
-
-    if not path.is_file():
-        raise CommandError(f"--input {path} does not exist or is no file")
-    try:
-        # A training state may hold its command-line arguments; a Namespace of plain values can do no harm.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            try:
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # torch.save's old format has no maps
-                return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CommandError(f"--input {path} is not a file of plain tensors and is not loaded ({reason})") from None
-    except (RuntimeError, EOFError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or ["it ends too early"])[0]
-        raise CommandError(f"--input {path} is damaged or not a file of torch.save ({reason}); copy it again") from None
-
-
-# ------------------------------------------------------------------------------------------------------------ data
-
-
-def import_data(
-    inputs: Sequence[Path],
-    output: Path,
-    tokenizer_path: Path,
-    shard_size: int,
-    overwrite: bool,
-    progress: bool = False,
-    special_tokens: str = "",
-) -> dict[str, int] | None:
-    """Token files to a shard folder; counts of what was found, or None if the folder was complete already.
-
-    Raises CommandError naming file and document for anything that is not a list of documents of this tokenizer."""
-    tokenizer = load_tokenizer(tokenizer_path)
-    digest = tokenizer_hash(tokenizer_path)
-    ends = sorted(read_special_tokens(tokenizer_path, special_tokens).ends)
-    for path in inputs:
-        if not path.is_file():
-            raise CommandError(f"--input {path} does not exist or is no file")
-    found = [(path, path.stat()) for path in inputs]
-    files = [InputFile(path, path.name, "gpt-bert", "", stat.st_size, stat.st_mtime_ns) for path, stat in found]
-    plan = FolderPlan(
-        folder=output,
-        files=tuple(files),
-        tokenizer_path=tokenizer_path,
-        tokenizer_hash=digest,
-        vocab_size=vocabulary_size(tokenizer),
-        shard_size=shard_size,
-        options={
-            "script": "preprocessing/import_gpt_bert.py",
-            "shard_size": shard_size,
-            **roles_to_record(tokenizer_path, special_tokens),
-        },
-    )
-    folder = OutputFolder(plan)
-    with folder.making(0, _SAVE_SECONDS, overwrite) as slices:
-        if slices is None:
-            return None
-        if not slices.progress.complete:
-            slices.write(_encoded(inputs, slices.progress.position, tokenizer, plan.vocab_size, ends, progress))
-    totals = folder.assemble()
-    if totals is None:
-        return None
-    if not any(totals.shards):
-        raise CommandError(f"--input holds no tokens in {count(len(inputs), 'file')}; check --input")
-    sums = {key: sum(getattr(shard, key) for shard in totals.shards[0]) for key in ("documents", "words", "tokens")}
-    return {**sums, **totals.counts}
-
-
-def _encoded(
-    inputs: Sequence[Path],
-    position: Mapping[str, int],
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    ends: list[int],
-    progress: bool,
-) -> Iterator[EncodedChunk]:
-    """Documents behind a position, without the ends of the published format."""
-    specials = np.array(special_ids(tokenizer))
-    for number in range(position.get("file", 0), len(inputs)):
-        path, documents = inputs[number], load_published(inputs[number])
-        if not isinstance(documents, list):
-            raise CommandError(
-                f"--input {path} holds a {type(documents).__name__}, not a list of documents (1-D tensors)"
-            )
-        start = position.get("document", 0) if number == position.get("file", 0) else 0
-        for first in tqdm(range(start, len(documents), _BATCH), unit="batch", desc=path.name, disable=not progress):
-            batch = documents[first : first + _BATCH]
-            ids = [_checked(path, first + index, ids, vocab_size) for index, ids in enumerate(batch)]
-            kept = [inner for document in ids if len(inner := _without_ends(document, ends))]
-            tokens = np.concatenate(kept) if kept else np.empty(0, np.int64)
-            texts = tokenizer.decode_batch([document.tolist() for document in kept], skip_special_tokens=True)
-            yield EncodedChunk(
-                tokens=tokens.astype(token_dtype(vocab_size)),
-                lengths=np.array([len(document) for document in kept], np.int64),
-                words=np.array([len(text.split()) for text in texts], np.int64),
-                validation=np.zeros(len(kept), bool),
-                position={"file": number, "document": first + len(batch)},
-                counts={
-                    "empty_documents": len(batch) - len(kept),
-                    "stripped_tokens": sum(map(len, ids)) - len(tokens),
-                    "special_tokens": int(np.isin(tokens, specials).sum()),
-                },
-            )
-
-
-def _checked(path: Path, number: int, document: Any, vocab_size: int) -> np.ndarray:
-    """Token ids of one document as int64. Raises CommandError."""
-    import torch
-
-    where = f"--input {path}, document {number}"
-    if not isinstance(document, torch.Tensor) or document.ndim != 1 or document.is_floating_point():
-        found = f"{document.dtype} {list(document.shape)}" if isinstance(document, torch.Tensor) else type(document)
-        raise CommandError(f"{where}: expected a 1-D tensor of token ids, found {found}")
-    ids = document.to(torch.int64).numpy()
-    if ids.size and ids.min() < 0:
-        raise CommandError(
-            f"{where}: id {ids.min()} is negative, as ids above 32,767 become in int16, so the file cannot be used; "
-            "tokenize the text again with tokenize_corpus.py"
-        )
-    if ids.size and ids.max() >= vocab_size:
-        raise CommandError(
-            f"{where}: id {ids.max()} is not in the tokenizer's {vocab_size} ids; give --tokenizer_path "
-            "the tokenizer that the file was made with"
-        )
-    return ids
-
-
-def _without_ends(ids: np.ndarray, ends: list[int]) -> np.ndarray:
-    inside = np.flatnonzero(~np.isin(ids, ends))
-    return ids[inside[0] : inside[-1] + 1] if len(inside) else ids[:0]
-
-
-# ----------------------------------------------------------------------------------------------------- checkpoints
 
 
 def state_dicts(content: Any, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor] | None]:
@@ -340,17 +188,7 @@ def command(arguments: argparse.Namespace) -> int:
         if arguments.tokenizer_path is None:
             print("note: evaluation needs the tokenizer there too; --tokenizer_path puts it beside the weights")
         return 0
-    progress = sys.stderr.isatty()
-    inputs = (arguments.input, arguments.output, arguments.tokenizer_path)
-    counts = import_data(*inputs, arguments.shard_size, arguments.overwrite, progress, arguments.special_tokens)
-    if counts is None:
-        print(f"{arguments.output} is complete already, from the same inputs and options: nothing to do")
-        return 0
-    print(", ".join(count(counts[f"{noun}s"], noun) for noun in ("document", "word", "token")))
-    print(f"dropped: {count(counts['empty_documents'], 'empty document')}")
-    print(f"dropped: {counts['stripped_tokens']:,} <s>, </s> and <pad> at ends")
-    print(f"kept: {count(counts['special_tokens'], 'special id')} inside documents (never masked in training)")
-    return 0
+    return import_tokens.command(argparse.Namespace(**vars(arguments), format=GPT_BERT, document_end=None))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -360,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "data", help="tokenised corpora to token shards", description="Import tokenised corpora."
     )
     data.add_argument("--input", nargs="+", required=True, type=Path, metavar="FILE", help="files of int16 tensors")
-    add_shard_flags(data, "tokenizer.json that made the files", validation=False)
+    add_shard_flags(data, "tokenizer.json that made the files")
     model = commands.add_parser("checkpoint", help="weights to our format", description="Import a checkpoint.")
     model.add_argument("--input", required=True, type=Path, metavar="FILE", help="state dict or whole training state")
     model.add_argument("--ema_input", type=Path, metavar="FILE", help="state dict of the averaged weights")

@@ -1,4 +1,4 @@
-"""Import of corpora that other projects have tokenised: Megatron, nanoGPT, NumPy arrays and Hugging Face datasets.
+"""Import of corpora that other projects have tokenised: Megatron, nanoGPT, NumPy, Hugging Face datasets, GPT-BERT.
 
     python preprocessing/import_tokens.py --input my_text_document.bin --output shards/ --tokenizer_path tokenizer.json
 
@@ -32,7 +32,7 @@ from preprocessing.cli import DEFAULT_SHARD_SIZE, CommandError, add_shard_flags,
 from preprocessing.inputs import InputFile, check_unchanged
 from preprocessing.resumable_output import FolderPlan, OutputFolder, Totals
 from preprocessing.slices import EncodedChunk
-from preprocessing.token_readers import FORMATS, Block, TokenFile, find_token_files
+from preprocessing.token_readers import FORMATS, GPT_BERT, Block, TokenFile, find_token_files
 from preprocessing.tokenize_pool import is_validation
 from preprocessing.tokenizer import load_tokenizer, roles_to_record, special_ids, vocabulary_size
 
@@ -57,7 +57,9 @@ class DocumentImporter:
         held, in_word = position.get("held"), position.get("in_word", False)  # held: None outside a document
         for number in range(position.get("file", 0), len(files)):
             file = files[number]
-            start = position.get("at", {}) if number == position.get("file", 0) else {}
+            # "document": of a GPT-BERT file whose import an older version of this program has begun.
+            at = position.get("at", {"row": position.get("document", 0)})
+            start = at if number == position.get("file", 0) else {}
             for block in tqdm(file.blocks(start), unit="block", desc=file.path.name, disable=not progress):
                 tokens, closes = self._checked(file, block), len(block.ends) > 0
                 if held is None and closes:
@@ -143,6 +145,7 @@ def import_tokens(
     tokenizer = load_tokenizer(tokenizer_path)
     special, end = read_special_tokens(tokenizer_path, special_tokens), _end_id(document_end, tokenizer)
     sources, files = find_token_files(inputs, form, end)
+    given = {"document_end": end, "validation_fraction": validation_fraction}
     plan = FolderPlan(
         folder=output,
         files=tuple(files),
@@ -151,9 +154,8 @@ def import_tokens(
         vocab_size=vocabulary_size(tokenizer),
         shard_size=shard_size,
         options={
-            "script": "preprocessing/import_tokens.py",
-            "document_end": end,
-            "validation_fraction": validation_fraction,
+            "script": f"preprocessing/{'import_gpt_bert' if form == GPT_BERT else 'import_tokens'}.py",
+            **{name: value for name, value in given.items() if value or form != GPT_BERT},
             "shard_size": shard_size,
             **roles_to_record(tokenizer_path, special_tokens),
         },

@@ -1,4 +1,4 @@
-"""Readers of tokenised corpora in other projects' formats: Megatron, nanoGPT, NumPy arrays, Hugging Face datasets.
+"""Readers of tokenised corpora in other projects' formats: Megatron, nanoGPT, NumPy, Hugging Face datasets, GPT-BERT.
 
 Every format becomes blocks: token ids, and where among them documents end. Flat files are memory-mapped. A document
 longer than a block comes in pieces, so that memory does not depend on the files.
@@ -6,11 +6,13 @@ longer than a block comes in pieces, so that memory does not depend on the files
 
 from __future__ import annotations
 
+import argparse
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +23,13 @@ from preprocessing.tables import open_table
 
 # llm.c and modded-nanogpt begin a nanoGPT stream with 256 int32: this number, the version, the number of tokens.
 _LLM_C_MAGIC, _LLM_C_HEADER = 20240520, 1024
-FORMATS = ("megatron", "nanogpt", "npy", "datasets")
+GPT_BERT = "gpt-bert"
+FORMATS = ("megatron", "nanogpt", "npy", "datasets", GPT_BERT)
 _BY_SUFFIX = {".npy": "npy", ".arrow": "datasets", ".parquet": "datasets"}
 _BLOCK_TOKENS = 1 << 19  # the first piece of a long document decodes to all the characters that decide its split
 _BLOCK_DOCUMENTS = 1 << 16
 _BLOCK_ROWS = 256
+_BLOCK_TENSORS = 1000
 _MEGATRON = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, ends of documents and a first 0
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
@@ -46,7 +50,7 @@ class TokenFile:
     """An input file whose form was checked. `blocks` reads on from a position; {} is the beginning."""
 
     path: Path
-    unit: str  # "token" or "row": how a place in the file is given
+    unit: str  # "token", "row" or "document": how a place in the file is given
     blocks: Callable[[Mapping[str, int]], Iterator[Block]]
 
 
@@ -197,6 +201,55 @@ def _table_blocks(path: Path, kind: str, position: Mapping[str, int]) -> Iterato
             row = after["row"]
 
 
+def load_published(path: Path) -> Any:
+    """What torch.save wrote, on the CPU, mapped rather than read where the format allows. Raises CommandError."""
+    import pickle
+
+    import torch
+
+    if not path.is_file():
+        raise CommandError(f"--input {path} does not exist or is no file")
+    try:
+        # A training state may hold its command-line arguments; a Namespace of plain values can do no harm.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # torch.save's old format has no maps
+                return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CommandError(f"--input {path} is not a file of plain tensors and is not loaded ({reason})") from None
+    except (RuntimeError, EOFError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or ["it ends too early"])[0]
+        raise CommandError(f"--input {path} is damaged or not a file of torch.save ({reason}); copy it again") from None
+
+
+def _tensor_blocks(path: Path, position: Mapping[str, int]) -> Iterator[Block]:
+    """Of the published GPT-BERT: a list of int16 tensors, one per document."""
+    documents = load_published(path)
+    if not isinstance(documents, list):
+        raise CommandError(f"--input {path} holds a {type(documents).__name__}, not a list of documents (1-D tensors)")
+    for first in range(position.get("row", 0), len(documents), _BLOCK_TENSORS):
+        ids = [_tensor_ids(path, n, documents[n]) for n in range(first, min(first + _BLOCK_TENSORS, len(documents)))]
+        yield Block(np.concatenate(ids), np.cumsum([len(each) for each in ids]), {"row": first + len(ids)}, first)
+
+
+def _tensor_ids(path: Path, number: int, document: Any) -> np.ndarray:
+    import torch
+
+    where = f"--input {path}, document {number}"
+    if not isinstance(document, torch.Tensor) or document.ndim != 1 or document.is_floating_point():
+        found = f"{document.dtype} {list(document.shape)}" if isinstance(document, torch.Tensor) else type(document)
+        raise CommandError(f"{where}: expected a 1-D tensor of token ids, found {found}")
+    ids = document.to(torch.int64).numpy()
+    if ids.size and ids.min() < 0:
+        raise CommandError(
+            f"{where}: id {ids.min()} is negative, as ids above 32,767 become in int16, so the file cannot be used; "
+            "tokenize the text again with tokenize_corpus.py"
+        )
+    return ids
+
+
 # ----------------------------------------------------------------------------------------------------------- input
 
 
@@ -218,6 +271,7 @@ def find_token_files(inputs: Sequence[Path], form: str, end: int | None) -> tupl
             files.append(InputFile(part, part.name, kind, "", status.st_size, status.st_mtime_ns))
         opened = {"megatron": _megatron, "datasets": _datasets, "npy": lambda path: _npy(path, end)}
         opened["nanogpt"] = lambda path: _nanogpt(path, _given(end, path))
+        opened[GPT_BERT] = lambda path: TokenFile(path, "document", partial(_tensor_blocks, path))
         tokens.append(opened[kind](parts[0]))
     return tokens, files
 

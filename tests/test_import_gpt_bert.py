@@ -18,7 +18,8 @@ from data.shards import open_shard, read_manifest, sha256_file
 from export.load_model import load_model
 from model import ModelConfig
 from model_extra import build_model
-from preprocessing import import_gpt_bert
+from preprocessing import import_gpt_bert, token_readers
+from preprocessing.import_tokens import import_tokens
 from preprocessing.tokenizer import load_tokenizer
 from preprocessing.train_tokenizer import train_tokenizer
 
@@ -84,7 +85,7 @@ def test_token_files_become_shards(tokenizer_path, tmp_path, capsys, legacy):
     words, tokens = sum(len(text.split()) for text in TEXTS), sum(map(len, ids))
     assert f"20 documents, {words} words, {tokens} tokens" in output
     assert "dropped: 4 empty documents" in output
-    assert f"dropped: {2 * 20 + 2 * 2} <s>, </s> and <pad> at ends" in output
+    assert f"dropped: {2 * 20 + 2 * 2} begin, end and padding tokens at ends" in output
     manifest = read_manifest(tmp_path / "out")
     assert manifest["num_words"] == words
     assert len(manifest["shards"]) == 2
@@ -109,23 +110,24 @@ def test_special_ids_inside_a_document_stay(tokenizer_path, tmp_path, capsys):
 def test_interrupted_import_continues(tokenizer_path, tmp_path, monkeypatch):
     documents = [torch.arange(16, 16 + number % 50, dtype=torch.int16) for number in range(1, 400)]
     torch.save(documents, tmp_path / "a.bin")
-    monkeypatch.setattr(import_gpt_bert, "_BATCH", 20)
-    arguments = ([tmp_path / "a.bin"], tmp_path / "out", tokenizer_path, 700, False)
-    real, calls = import_gpt_bert._checked, []
+    monkeypatch.setattr(token_readers, "_BLOCK_TENSORS", 20)
+    arguments = ([tmp_path / "a.bin"], tmp_path / "out", tokenizer_path)
+    flags = {"form": token_readers.GPT_BERT, "shard_size": 700}
+    real, calls = token_readers._tensor_ids, []
 
-    def dies(path, number, document, vocab_size):
+    def dies(path, number, document):
         calls.append(number)
         if number == 250:
             raise KeyboardInterrupt
-        return real(path, number, document, vocab_size)
+        return real(path, number, document)
 
-    monkeypatch.setattr(import_gpt_bert, "_checked", dies)
+    monkeypatch.setattr(token_readers, "_tensor_ids", dies)
     with pytest.raises(KeyboardInterrupt):
-        import_gpt_bert.import_data(*arguments)
+        import_tokens(*arguments, **flags)
     assert not (tmp_path / "out" / "manifest.json").exists()
     calls.clear()
-    monkeypatch.setattr(import_gpt_bert, "_checked", lambda *given: calls.append(given[1]) or real(*given))
-    assert import_gpt_bert.import_data(*arguments) is not None
+    monkeypatch.setattr(token_readers, "_tensor_ids", lambda *given: calls.append(given[1]) or real(*given))
+    assert import_tokens(*arguments, **flags) is not None
     assert min(calls) >= 200
     assert stored(tmp_path / "out") == [document.tolist() for document in documents if len(document)]
 
@@ -134,7 +136,7 @@ def test_interrupted_import_continues(tokenizer_path, tmp_path, monkeypatch):
     ("content", "sentence"),
     [
         ([torch.tensor([20, -32768 + 5], dtype=torch.int16)], "document 0: id -32763 is negative, as ids above 32,767"),
-        ([torch.tensor([20]), torch.tensor([310])], "document 1: id 310 is not in the tokenizer's 300 ids"),
+        ([torch.tensor([20]), torch.tensor([310])], "document 1: id 310 is not one of the tokenizer's 300 ids"),
         ([torch.tensor([[20]])], r"document 0: expected a 1-D tensor of token ids, found torch.int64 [1, 1]"),
         ([torch.tensor([0.5])], "found torch.float32 [1]"),
         ([[20, 21]], "expected a 1-D tensor"),
