@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import shutil
 
 import pytest
 import torch
 from helpers.tiny_models import make_model
-from helpers.tiny_runs import flags, make_inputs, run, training_lines
 from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from ops import muon
-from training.checkpoint import open_checkpoint
 from training.optimizers import MatrixOptions, Muon, make_optimizer
 
 SETTINGS = {"lr": 0.02, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
@@ -175,35 +172,3 @@ def test_muon_on_cuda_is_that_of_the_cpu_and_never_waits():
                 torch.cuda.set_sync_debug_mode("default")
     for (name, parameter), other in zip(model.named_parameters(), on_cpu.parameters(), strict=True):
         assert (parameter.cpu() - other).norm() < 0.02 * other.norm().clamp(min=1e-3), name
-
-
-@pytest.mark.slow
-def test_a_run_with_normuon_is_the_same_resumed_and_on_two_ranks(tmp_path):
-    inputs = make_inputs(tmp_path / "inputs")
-    options = {"optimizer": "normuon", "matrix_learning_rate": 2e-2, "learning_rate": 5e-3}
-    options |= {"cautious_weight_decay": True, "max_steps": 10, "save_every": 5, "validate_every": 0}
-    options |= {"schedule": "0:0.1 linear, 2:1, 70%:1 exponential, 100%:0.1", "warmup_proportion": 0.016}
-    options["value_schedules"] = "momentum=one_cycle:0.95..0.85; beta2=0:0.9 linear, 8:0.98; weight_decay=linear:0..0.2"
-
-    def arguments(folder: str) -> list[str]:
-        return flags(inputs, tmp_path / folder, **options)
-
-    run(arguments("whole"))
-    run(arguments("two"), 2)
-    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
-    shutil.rmtree(tmp_path / "resumed" / "run" / "checkpoints" / "step_00000010")
-    run(arguments("resumed"))
-    lines, two, resumed = (training_lines(tmp_path / folder / "run") for folder in ("whole", "two", "resumed"))
-    assert [line["train/loss"] for line in lines] == [line["train/loss"] for line in resumed]
-    assert [line["train/loss"] for line in lines] == pytest.approx([line["train/loss"] for line in two], rel=1e-5)
-    assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 0.5
-    for key in ("learning_rate", "momentum", "beta2", "weight_decay"):
-        values = [[line[f"stats/{key}"] for line in each] for each in (lines, two, resumed)]
-        assert len({*values[0]}) > 3
-        assert values[0] == values[1] == values[2]
-    ends = [open_checkpoint(tmp_path / folder / "run" / "checkpoints" / "step_00000010") for folder in ("whole", "two")]
-    for part in ("model", "ema", "optimizer"):
-        one, other = (end.tensors(part) for end in ends)
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            assert (other[key] - value).norm() < 1e-3 * value.norm().clamp(min=1e-6), key
