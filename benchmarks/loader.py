@@ -29,6 +29,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -43,6 +44,7 @@ from data.corpus import Corpus
 from data.loader import BatchBuilder
 from data.masking import MaskingOptions
 from data.objectives import CAUSAL, MASKED
+from data.offsets_table import TABLE_NAME, write_table
 from data.plan import DataPlan, RowRange
 from data.shards import write_manifest, write_shard
 from data.stream import TokenStream
@@ -162,18 +164,19 @@ def write_sparse(folder: Path, number: int, documents: int = 100_000, mean_lengt
     """Shards of 100,000 documents of random lengths whose tokens, all 0, take no room on the disk, and a manifest."""
     tokens, generator, files = documents * mean_length, np.random.default_rng(0), []
     zeros = np.zeros(mean_length, np.uint16)
+    lengths = np.diff(np.sort(generator.integers(0, tokens, documents - 1)), prepend=0, append=tokens)
     template = write_shard(folder / "template", itertools.repeat(zeros, documents), "0" * 64, 16384)
     with (folder / "template").open("rb") as file:
         header = file.read(256)
     (folder / "template").unlink()
     for shard in range(number):
         path = folder / f"shard_{shard:05d}.shard"
-        cuts = np.sort(generator.integers(0, tokens, documents - 1))
         with path.open("wb") as file:
             file.write(header)
             file.seek(template.bytes - 8 * (documents + 1))
-            file.write(np.array([0, *cuts, tokens], "<u8").tobytes())
+            file.write(bytes(8) + np.cumsum(np.roll(lengths, shard)).tobytes())
         files.append(replace(template, file=path.name, sha256=f"{shard:064x}"))
+    write_table(folder, files)
     write_manifest(folder, files, "0" * 64, 16384, {})
 
 
@@ -205,16 +208,19 @@ def measure_start(folder: Path, order: BlockOrder | None) -> dict[str, float]:
     }
 
 
-def measure_starts(options: argparse.Namespace) -> list[dict[str, float]]:
-    """`measure_start` in both orders."""
+def measure_starts(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """`measure_start` in both orders, in that of documents also without a table of offsets."""
     results = []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         write_sparse(Path(folder), options.sparse)
-        for order in (BlockOrder(1 << 20, 1 << 29), None):
+        for name in ("blocks", "documents", "documents without offsets.bin"):
+            if name.endswith("bin"):
+                (Path(folder) / TABLE_NAME).unlink()
+            order = BlockOrder(1 << 20, 1 << 29) if name == "blocks" else None
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
                 found = pool.submit(measure_start, Path(folder), order).result()
-            print("blocks:" if order else "documents:", {name: round(value, 2) for name, value in found.items()})
-            results.append(found)
+            print(f"{name}:", {name: round(value, 2) for name, value in found.items()}, flush=True)
+            results.append({"order": name, **found})
     return results
 
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from threading import Lock, RLock
 
 import numpy as np
+import torch
 
 from data.atomic_io import allow_open_files
 from data.counter_rng import Permutation, fold
 from data.node_memory import SHARED_FROM, shared_array
-from data.shards import Shard
-from data.stop_event import check_stop
+from data.offsets_table import tables_beside
+from data.shards import REMAKE, Shard, ShardError
+from data.stop_event import check_stop, in_threads
 
 IndexMap = Callable[[np.ndarray], np.ndarray]
 BLOCK = 16  # documents per entry of an index of lengths: a row that is read looks at about so many
-_CHUNK = 1 << 15  # documents handled at once while an index is built: they stay in the processor's cache
+_CHUNK = 1 << 17  # documents handled at once while an index is built: a few of them stay in the processor's cache
+_THREADS = 8  # at most, that build an index; more wait for one another
 _DROP_BYTES = 1 << 32  # release mapped pages after about so many bytes were mapped
 _FAULT_BYTES = 64 << 10  # that Linux maps around an access
 _MOST_MAPPED = 1 << 14  # shards, of two maps each; Linux allows a process 65,530 (vm.max_map_count)
@@ -28,6 +33,7 @@ _FEW_PIECES = 4  # a shard: copied one by one
 _IN_MEMORY_SECONDS = 2e-4  # longer takes a piece that is read from a disk which the system does not count
 UNSCORED = np.int32(1 << 30)  # added to a token that its shard's marks take out of the targets
 OCCURRENCE_SHIFT = 46  # an origin is (times the document was used before) << 46 | position in the corpus
+_BUILDING = RLock()
 _SAMPLE = -2  # purpose of the key that orders sampled sources
 
 
@@ -56,7 +62,8 @@ class Documents:
         ends = np.cumsum([0, *counts])
         self.num_documents = int(ends[-1])
         self.counts, self.first_documents = np.array(counts), ends[:-1]  # of each source
-        self.walk = lru_cache(maxsize=None)(self._build_walk)
+        self._walk = lru_cache(maxsize=None)(self._build_walk)
+        self._threads = 1 if self.num_documents < SHARED_FROM else min(_THREADS, len(os.sched_getaffinity(0)))
         self._bytes_mapped, self._in_memory = 0, False
         self._most_open = min(allow_open_files(len(self.shards)), _MOST_MAPPED)  # a mapped file keeps a descriptor
         self._opened: dict[int, None] = {}  # shards, the last used last, where not all may be open
@@ -89,15 +96,22 @@ class Documents:
         return hashlib.sha256(repr(([shard.content_hash for shard in self.shards], what)).encode()).hexdigest()
 
     def _fill_starts(self, starts: np.ndarray) -> None:
-        for shard, first in zip(self.shards, self.shard_documents.tolist(), strict=False):
+        def fill(number: int) -> None:
             check_stop()
-            shard.read_offsets(starts[first : first + shard.num_documents])
+            shard, first = self.shards[number], int(self.shard_documents[number])
+            part = starts[first : first + shard.num_documents]
+            table = tables.get(shard.path.parent)
+            if table is not None and shard in table:
+                table.read_offsets(shard, part)
+            else:
+                shard.read_offsets(part)
+            if len(part) and (part[0] or not 0 <= part[-1] <= shard.num_tokens):
+                raise ShardError(f"{shard.path}: its document offsets are damaged; {REMAKE}")
+            part += self.shard_tokens[number]
+
+        with tables_beside(self.shards) as tables:
+            in_threads(fill, range(len(self.shards)), self._threads)
         starts[-1] = self.num_tokens
-        for begin in range(0, self.num_documents, _CHUNK):
-            end = min(begin + _CHUNK, self.num_documents)
-            low, high = np.searchsorted(self.shard_documents, [begin, end - 1], side="right") - 1
-            shards = self.shard_documents[low : high + 2].clip(begin, end)
-            starts[begin:end] += np.repeat(self.shard_tokens[low : high + 1], np.diff(shards))
 
     def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Start (in the concatenation of all shards) and length of each document; int64 [n] both."""
@@ -187,6 +201,11 @@ class Documents:
             total += rest * self.specials_per_document
         return total
 
+    def walk(self, number: int) -> Walk:
+        """The walk through a source; built once, whichever thread asks first. Raises IndexStopped."""
+        with _BUILDING:
+            return self._walk(number)
+
     def _build_walk(self, number: int) -> Walk:
         count, first = int(self.counts[number]), self.first_documents[number]
         permutation = Permutation(fold(fold(self.seed, _SAMPLE), number), count)
@@ -202,12 +221,19 @@ class Documents:
         """
 
         def fill(sums: np.ndarray) -> None:
-            for start in range(0, count, _CHUNK):
+            lock, total = Lock(), torch.from_numpy(sums)
+
+            def add(start: int) -> None:
                 check_stop()
                 index = np.arange(start, min(start + _CHUNK, count))
                 lengths = self.spans(documents(index))[1]
                 lengths += extra
-                np.add.at(sums, order(index) // BLOCK, lengths)
+                blocks = torch.from_numpy(order(index) // BLOCK)
+                with lock:  # while others compute; np.add.at would keep them from it
+                    total.index_add_(0, blocks, torch.from_numpy(lengths))
+
+            assert len(self.starts)  # before threads ask for it
+            in_threads(add, range(0, count, _CHUNK), self._threads)
             np.cumsum(sums, out=sums)
 
         return shared_array(name, -(-count // BLOCK), fill, check_stop)

@@ -178,7 +178,11 @@ class Epochs:
             source_of = number = np.searchsorted(ends, slots, side="right")
         firsts = ends - np.diff(ends, prepend=0)  # of each source, among the slots
         walked = slots + (before - firsts)[number]
-        uses = walked // documents.counts[number]
+        if sources[0] == sources[1] and len(slots):  # a part of one pass, as most are, needs no division of each
+            most, count = int(walked.max()) // (size := int(documents.counts[number])), int(walked.min()) // size
+            uses = np.full(len(slots), most) if most == count else walked // size
+        else:
+            uses = walked // documents.counts[number]
         local = walked - uses * documents.counts[number]
         walks = np.flatnonzero(self._keyed & (np.bincount(np.atleast_1d(number), minlength=len(ends)) > 0)).tolist()
         if len(walks) == 1 or len(slots) > _MANY * len(walks):

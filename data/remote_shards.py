@@ -12,25 +12,23 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 from data.atomic_io import PARTIAL_SUFFIX
 from data.remote_files import TRIES, file_system, retried
 from data.shards import MANIFEST_NAME, ShardError
+from data.stop_event import begun, in_threads
 
 _TRIES = 12  # at growing distances, some six minutes in all
 _PART_BYTES = 8 << 20  # of a request
 FILES, REQUESTS = 4, 4  # fetched at once, and under way for each
 _GB = 10**9
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -106,41 +104,23 @@ class RemoteFile:
 
 def fetch_all(shards: list[Any]) -> None:
     """Fetch the copies of shards, several at once. What is wrong with one is said where it is read."""
-    left = shards[::-1]
 
-    def work() -> None:
-        while left:
-            with suppress(IndexError, ShardError):  # another thread took the last
-                left.pop().fetch()
+    def fetch(shard: Any) -> None:
+        with suppress(ShardError):
+            shard.fetch()
 
-    for thread in [_begun(work) for _ in range(FILES)]:
-        thread.result()
+    in_threads(fetch, shards, FILES)
 
 
 def _parts(url: str, size: int) -> Iterator[bytes]:
     """The bytes of a file, in order; several requests are under way at once. Raises ShardError."""
     under_way: deque[Future[bytes]] = deque()
     for begin in range(0, size, _PART_BYTES):
-        under_way.append(_begun(partial(_fetched, url, begin, min(begin + _PART_BYTES, size))))
+        under_way.append(begun(partial(_fetched, url, begin, min(begin + _PART_BYTES, size))))
         if len(under_way) == REQUESTS:
             yield under_way.popleft().result()
     while under_way:
         yield under_way.popleft().result()
-
-
-def _begun(action: Callable[[], _Result]) -> Future[_Result]:
-    """What a thread will have come to that does not hold up the end of a run, as those of an executor do."""
-    future: Future[_Result] = Future()
-    context = copy_context()  # in which it can be told to stop
-
-    def work() -> None:
-        try:
-            future.set_result(context.run(action))
-        except BaseException as error:  # whoever waits for the result raises it
-            future.set_exception(error)
-
-    Thread(target=work, daemon=True).start()
-    return future
 
 
 def _fetched(url: str, begin: int = 0, end: int | None = None, tries: int = _TRIES) -> bytes:

@@ -42,7 +42,7 @@ class ListedShard(NamedTuple):
 def find_shards(path: str | Path, trusted: bool = False, cache: ShardCache | None = None) -> list[ListedShard]:
     """The shards that `path` names, in order, each with what the manifest says of it.
 
-    trusted: another process of this run checks the files of a folder that its manifest lists; here none is looked at.
+    trusted: another process of this run checks the files that a manifest beside them lists; here none is looked at.
 
     path: a shard folder (its manifest's list), one .shard file, or a glob of either (sorted). Raises ShardError if
     there is none, if a listed file is missing or has another size, for a shard that is not in the manifest beside it
@@ -53,22 +53,22 @@ def find_shards(path: str | Path, trusted: bool = False, cache: ShardCache | Non
     if Path(path).is_dir():
         return _folder_shards(Path(path), trusted)
     if Path(path).is_file():
-        return [_listed(Path(path), _entries)]
+        return [_listed(Path(path), _manifest, trusted)]
     if not re.search(r"[*?\[]", str(path)):
         raise ShardError(f"{path} does not exist; give a shard folder, a .shard file or a glob in quotes")
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-    entries = cached(_entries)
+    manifests = cached(_manifest)
     shards: list[ListedShard] = []
     for match in matches:
         if match.is_dir():
-            shards += _folder_shards(match)
+            shards += _folder_shards(match, trusted)
         elif match.suffix == SHARD_SUFFIX:
-            shards.append(_listed(match, entries))
+            shards.append(_listed(match, manifests, trusted))
     if not shards:
         raise ShardError(f"the glob {path} matches no shard; give a shard folder, a .shard file or another glob")
     folders = {shard.path.parent for shard in shards}
-    for folder in folders:  # a shard that was lost would not be missed otherwise
-        for name, entry in (entries(folder) or {}).items():
+    for folder in () if trusted else folders:  # a shard that was lost would not be missed otherwise
+        for name, entry in manifests(folder)[1].items():
             if fnmatch(name, Path(path).name):
                 _check_entry(folder, entry)
     for folder in folders:
@@ -83,26 +83,29 @@ def resolve_shards(path: str | Path) -> list[Path]:
     return [shard.path for shard in find_shards(path)]
 
 
-def _entries(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """What the manifest of a folder lists, by file name; None where there is no manifest."""
+def _manifest(folder: Path) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
+    """The manifest of a folder, None where there is none, and what it lists by file name."""
     if not (folder / MANIFEST_NAME).exists():
-        return None
-    return {entry["file"]: entry for entry in read_manifest(folder)["shards"]}
+        return None, {}
+    manifest = read_manifest(folder)
+    return manifest, {entry["file"]: entry for entry in manifest["shards"]}
 
 
-def _listed(path: Path, entries) -> ListedShard:
+def _listed(path: Path, manifests, trusted: bool) -> ListedShard:
     """A shard named by itself, by the manifest beside it or beside what it links to."""
-    real = path.resolve()
-    for file in (path, real):
-        listed = entries(file.parent)
-        if listed is not None:
-            if file.name not in listed:
+    for file in (lambda: path), path.resolve:
+        manifest, entries = manifests((real := file()).parent)
+        if manifest is not None:
+            entry = entries.get(real.name)
+            if entry is None:
                 raise ShardError(
-                    f"{file} is not listed in the {MANIFEST_NAME} beside it; give the folder {file.parent}, or move "
+                    f"{real} is not listed in the {MANIFEST_NAME} beside it; give the folder {real.parent}, or move "
                     "the shard to a folder of its own if it is to be used"
                 )
-            _check_entry(file.parent, listed[file.name])
-            return ListedShard(path, listed[file.name]["sha256"], listed[file.name]["words"])
+            if not trusted:
+                _check_entry(real.parent, entry)
+            shard = _described(path, entry, manifest) if trusted else None
+            return ListedShard(path, entry["sha256"], entry["words"], shard)
     folder = real.parent.parent if real.parent.name in _SPLITS else real.parent
     for journal in {real.parent / JOURNAL_NAME, folder / JOURNAL_NAME}:
         if journal.exists():

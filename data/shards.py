@@ -226,9 +226,8 @@ def open_shard(
     sha256, scattered, words: as in Shard; the sum is not checked."""
     path = Path(path)
     try:
-        size = path.stat().st_size
         with open(path, "rb") as file:
-            header = file.read(_HEADER_BYTES)
+            size, header = os.fstat(file.fileno()).st_size, file.read(_HEADER_BYTES)
             shard = replace(_parse_header(path, header, size), sha256=sha256, scattered=scattered, words=words)
             start = _offsets_start(shard.num_tokens, shard.dtype)
             ends = [os.pread(file.fileno(), 8, start + 8 * number) for number in (0, shard.num_documents)]

@@ -1,6 +1,6 @@
 """Inspection of a shard folder: what it holds, and with --verify whether all of it is intact.
 
-python preprocessing/inspect_shards.py FOLDER [--verify] [--samples 3] [--json]
+python preprocessing/inspect_shards.py FOLDER [--verify] [--samples 3] [--json] [--write_offsets]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from tokenizers import Tokenizer
 
 from data.atomic_io import json_lines
 from data.cli import Parser
-from data.shard_paths import resolve_shards
+from data.offsets_table import TABLE_NAME, tables_beside, write_table
+from data.shard_paths import find_shards, resolve_shards
 from data.shards import (
     MANIFEST_NAME,
     Shard,
     ShardError,
+    ShardFile,
     open_shard,
     read_manifest,
     sha256_file,
@@ -148,6 +151,8 @@ def verify_folder(folder: Path) -> list[str]:
         for key in ("documents", "tokens", "words")
         if manifest[f"num_{key}"] != sum(entry[key] for entry in manifest["shards"])
     ]
+    if not found and (folder / TABLE_NAME).exists():
+        found += _verify_table(folder)
     copy = folder / TOKENIZER_NAME
     if copy.exists():
         try:
@@ -177,6 +182,18 @@ def _verify_shard(path: Path, entry: dict[str, Any], manifest: dict[str, Any]) -
         if largest >= shard.vocab_size:
             raise ShardError(f"{path} is damaged: it holds id {largest}, outside its {shard.vocab_size} ids")
         shard.drop_cache()
+
+
+def _verify_table(folder: Path) -> list[str]:
+    """Compares the table of offsets with the shards."""
+    shards = [open_shard(path, sha256=sha256) for path, sha256, *_ in find_shards(folder)]
+    with suppress(ShardError, KeyError), tables_beside(shards) as tables:
+        for shard in shards:
+            tables[folder].read_offsets(shard, starts := np.empty(shard.num_documents, np.int64))
+            if (starts != shard.offsets[:-1]).any():
+                raise ShardError
+        return []
+    return [f"{folder / TABLE_NAME} is not of these shards; make it again with --write_offsets, or remove it"]
 
 
 def sample_documents(folder: Path, count: int, tokens: int) -> list[tuple[int, int, str]]:
@@ -235,6 +252,9 @@ def command(arguments: argparse.Namespace) -> int:
     damage: list[str] = []
     contents: list[Contents] = []
     for folder in _folders(arguments.folder):
+        if arguments.write_offsets:
+            find_shards(folder)  # all are there
+            write_table(folder, [ShardFile(**entry) for entry in read_manifest(folder)["shards"]])
         if arguments.verify:
             damage += verify_folder(folder)
         if damage:
@@ -267,6 +287,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="shard folder, or one with train and validation")
     parser.add_argument(
         "--verify", action="store_true", help="check checksums, sizes, offsets and ids; exit 1 on damage"
+    )
+    parser.add_argument(
+        "--write_offsets",
+        action="store_true",
+        help=f"write {TABLE_NAME}, so that a node opens one file for the lengths of all documents and not each shard "
+        "(tokenize_corpus.py has written it where there are 64 shards or more)",
     )
     parser.add_argument(
         "--samples", type=int, default=3, metavar="N", help="documents to decode and print, spread over the folder"

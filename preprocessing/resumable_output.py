@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic_io import sync_folder, write_atomically
+from data.offsets_table import TABLE_FROM, write_table
 from data.shard_paths import resolve_shards
 from data.shards import (
     FORMAT_VERSION,
@@ -51,7 +52,7 @@ TOKENIZER_NAME = "tokenizer.json"
 PARTS_NAME = ".parts"
 _SLICES_VERSION = 2
 _OURS = re.compile(
-    r"(shard_\d+\.(shard(\.offsets)?|fields\.jsonl)|manifest\.json|journal\.json|tokenizer\.json)(\.partial)?"
+    r"(shard_\d+\.(shard(\.offsets)?|fields\.jsonl)|manifest\.json|offsets\.bin|journal\.json|tokenizer\.json)(\.partial)?"
 )
 _SPLITS = ("train", "validation")
 _FLAGS = {
@@ -207,6 +208,8 @@ class OutputFolder:
             write_atomically(plan.folder / name / TOKENIZER_NAME, self._tokenizer)
             sidecars = {"sidecars": totals.sidecars[number]} if totals.sidecars else {}
             created_by = {**plan.made_by, **({"split": name} if name else {}), **totals.counts, **sidecars}
+            if len(shards) >= TABLE_FROM:
+                write_table(plan.folder / name, shards)
             write_manifest(plan.folder / name, shards, plan.tokenizer_hash, plan.vocab_size, created_by)
         (plan.folder / JOURNAL_NAME).unlink()
         sync_folder(plan.folder)

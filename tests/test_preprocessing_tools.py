@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.offsets_table import TABLE_NAME
 from data.shards import open_shard, read_manifest, tokenizer_hash, write_manifest, write_shard
-from preprocessing import inspect_shards, make_demo_corpus, tokenize_corpus
+from preprocessing import inspect_shards, make_demo_corpus, resumable_output, tokenize_corpus
 from preprocessing.make_demo_corpus import clean, collect, docstrings, is_prose
 from preprocessing.tokenizer import load_tokenizer
 from preprocessing.train_tokenizer import train_tokenizer
@@ -39,8 +40,9 @@ def tokenizer_path(tmp_path_factory, texts):
 
 
 @pytest.fixture
-def folder(tmp_path, tokenizer_path, texts):
-    """A corpus in two splits and several shards."""
+def folder(tmp_path, tokenizer_path, texts, monkeypatch):
+    """A corpus in two splits and several shards, in one of which a table of offsets is left."""
+    monkeypatch.setattr(resumable_output, "TABLE_FROM", 3)
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     flags = ["--input", tmp_path / "x.jsonl", "--output", tmp_path / "out", "--tokenizer_path", tokenizer_path]
     flags += ["--validation_fraction", 0.4, "--shard_size", 200]
@@ -94,6 +96,15 @@ def test_samples_are_spread_and_cut(folder, capsys):
     assert f"document {3 * count // 4:,} (" in output
     assert inspect(folder / "train", "--samples", 0) == 0
     assert "document 0" not in capsys.readouterr().out
+
+
+def test_table_of_offsets_is_written_and_verified(folder, capsys):
+    assert inspect(folder, "--write_offsets", "--verify") == 0
+    table = folder / "train" / TABLE_NAME
+    content = table.read_bytes()
+    table.write_bytes(content[:-1] + b"\x07")
+    assert inspect(folder, "--verify") == 1
+    assert f"{table} is not of these shards" in capsys.readouterr().err
 
 
 def test_verify_accepts_what_is_intact(folder, capsys):

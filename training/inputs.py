@@ -331,7 +331,7 @@ def read_inputs(config: TrainingConfig, trusted: bool = False) -> Inputs:
             f"{config.tokenizer_path!r} has {words} tokens{added}; set vocab_size to {words} (or to the next multiple "
             "of 64)"
         )
-    sets = _held_out_sets(config, options, identity, eos, corpus, cache)
+    sets = _held_out_sets(config, options, identity, eos, corpus, files)
     config = annealed(_with_steps(config, corpus), corpus.exposure)
     plan = make_plan(config, corpus.exposure)
     config = _with_lengths(config, plan, corpus)
@@ -362,7 +362,12 @@ def _read_model_config(config: TrainingConfig) -> ModelConfig:
 
 
 def _held_out_sets(
-    config: TrainingConfig, options: MaskingOptions, tokenizer: str, eos: int | None, corpus: Corpus, cache: Any
+    config: TrainingConfig,
+    options: MaskingOptions,
+    tokenizer: str,
+    eos: int | None,
+    corpus: Corpus,
+    files: dict[str, Any],
 ) -> dict[str, ValidationSet]:
     """The sets of --valid_path by name, "" that of a single path."""
     rows = config.validation_steps * config.local_batch_size or None
@@ -371,7 +376,7 @@ def _held_out_sets(
     masks = dataclasses.replace(options, **published)
     found = {}
     for name, path in named_paths(config.valid_path).items():
-        valid = Corpus(path, tokenizer_hash=tokenizer, bos_id=options.bos_id, eos_id=eos, cache=cache)
+        valid = Corpus(path, tokenizer_hash=tokenizer, bos_id=options.bos_id, eos_id=eos, **files)
         _refuse_shared(config, corpus, valid)
         found[name] = ValidationSet(valid, masks, config.seq_length, rows=rows)
     return found
