@@ -4,7 +4,7 @@
 
 A model with random weights is exported, and both are asked for the hidden states of `--rows` rows of each length in
 bf16: ours by its kernels, the exported one with each implementation of attention that --attention names ("hybrid" are
-our kernels under it, export/attention_kernels.py), as it is and under torch.compile. Every fourth row is half padding
+our kernels under it, export/attention_kernels.py), and compiled, those of --compile. Every fourth row is half padding
 with --padded. Then both write `--new_tokens` tokens behind `--prompt` tokens for `--samples` samples, by evaluation's
 decoder and by generate(), sampled at temperature 1. Times are medians in milliseconds, by CUDA events or, on a CPU, by
 the wall clock; memory is the most that a call needs beside weights and inputs. What does not fit is named.
@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,15 @@ def main(arguments: list[str] | None = None) -> int:
     register()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, exported = write_models(Path(folder), options.config)
-        reading = [read_rows(checkpoint, exported, length, options) for length in options.seq_length]
         writing = write_samples(checkpoint, exported, options) if options.samples else {}
+        reading: list[dict[str, Any]] = []
+        for length in options.seq_length:
+            found: dict[str, Any] = {"seq_length": length}
+            reading.append(found)
+            for name, call in readers(checkpoint, exported, length, options):
+                found[name] = beside(measured(call, options), found.get("ours"))
+                print(f"T={length:<5} {name:<24} {found[name]}", flush=True)
+                write_results(options, reading=reading, writing=writing)
     write_results(options, reading=reading, writing=writing)
     return 0
 
@@ -64,7 +71,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--attention", nargs="+", default=["sdpa", "flex_attention", "hybrid"], help="implementations to time"
     )
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="also torch.compile")
+    parser.add_argument("--compile", nargs="*", default=["hybrid"], help="implementations to time compiled, too")
     parser.add_argument("--samples", type=int, default=64, help="samples that are written at once; 0: none")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt")
     parser.add_argument("--new_tokens", type=int, default=128, help="tokens to write behind each")
@@ -86,8 +93,10 @@ def write_models(folder: Path, config: str) -> tuple[Path, Path]:
     return checkpoint, folder / "exported"
 
 
-def read_rows(checkpoint: Path, exported: Path, length: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Times of hidden states of rows of one length, bidirectional and causal."""
+def readers(
+    checkpoint: Path, exported: Path, length: int, options: argparse.Namespace
+) -> Iterator[tuple[str, Callable[[bool], Tensor]]]:
+    """Each way to read rows of one length, with its name: a function of whether they are causal."""
     shape = (options.rows, length)
     ids = torch.randint(16, 1000, shape, generator=torch.Generator().manual_seed(0)).to(options.device)
     mask = torch.ones_like(ids)
@@ -96,26 +105,33 @@ def read_rows(checkpoint: Path, exported: Path, length: int, options: argparse.N
     model = load_model(checkpoint, device=options.device)[0]
     document_ids = torch.where(mask.bool(), 0, -1)
 
-    def ours(causal: bool, model: Any = model) -> Tensor:
+    def ours(causal: bool) -> Tensor:
         with torch.autocast(ids.device.type, dtype=torch.bfloat16):
             return model.encode(ids, document_ids, causal)
 
-    found = {"seq_length": length, "ours": measured(ours, options)}
-    for name in options.attention:
+    yield "ours", ours
+    for name in dict.fromkeys((*options.attention, *options.compile)):
         theirs = load_exported("AutoModel", exported, options, name)
 
         def hidden(causal: bool, theirs: Any = theirs) -> Tensor:
             return theirs(ids, attention_mask=mask if options.padded else None, is_causal=causal).last_hidden_state
 
-        found[name] = measured(hidden, options)
-        if options.compile:
+        if name in options.attention:
+            yield name, hidden
+        if name in options.compile:
             theirs.compile(dynamic=False)
-            found[f"{name}, compiled"] = measured(hidden, options)
+            yield f"{name}, compiled", hidden
             torch.compiler.reset()
-    for name, value in found.items():
-        if isinstance(value, dict):
-            print(f"T={length:<5} {name:<26} {value}", flush=True)
-    return found
+
+
+def beside(found: dict[str, Any], ours: dict[str, Any] | None) -> dict[str, Any]:
+    """What was measured, with `times_ours`: how many times as long as ours each takes."""
+    ratios = {}
+    for name in ("bidirectional_ms", "causal_ms"):
+        value, of = found[name], (ours or {}).get(name)
+        if isinstance(value, float) and isinstance(of, float):
+            ratios[name.removesuffix("_ms")] = round(value / of, 3)
+    return {**found, "times_ours": ratios} if ratios else found
 
 
 def load_exported(auto: str, folder: Path, options: argparse.Namespace, attention: str) -> Any:

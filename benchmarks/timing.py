@@ -60,7 +60,7 @@ def write_results(options: argparse.Namespace, **sections: Any) -> None:
     """`sections` with the environment and the settings as JSON to `options.output`, if that is not empty."""
     if options.output:
         contents = {"environment": environment(), "settings": vars(options), **sections}
-        Path(options.output).write_text(json.dumps(contents, indent=1))
+        Path(options.output).write_text(json.dumps(contents, indent=1, default=str))
 
 
 def environment() -> dict[str, Any]:

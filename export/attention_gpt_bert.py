@@ -270,7 +270,8 @@ class Layout:
         if self.takes_layout and (past or length == 1):
             implementation, self.takes_layout = "sdpa", False
             self.function = attention_function(implementation)
-        self.implementation, self._shared = implementation, dict[str, Any]()
+        self._shared: dict[str, Any] = {}
+        self.implementation = implementation
         self.new = torch.arange(past, self.total, device=device)  # where the new tokens stand in the cache
         self.attends = mask.attends()
         self.allowed: Tensor | None = None

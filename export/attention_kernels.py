@@ -2,7 +2,9 @@
 
     from export.attention_kernels import register                     # with the repository on PYTHONPATH
     register()
-    AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16, attn_implementation="hybrid")
+    kernels = {"dtype": torch.bfloat16, "attn_implementation": "hybrid"}
+    model = AutoModel.from_pretrained(folder, trust_remote_code=True, **kernels).cuda().eval()
+    model.compile()                                                    # fuses what is around the kernels
 
 Relative positions alone; texts padded on a side, packed, causal or not. Where the kernels cannot run (a CPU, float32),
 the reference in ops/attention.py takes their place. Nothing is dropped out.
@@ -14,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ops import attention_cuda
 from ops.attention import attend, choose_relative_metadata
-from ops.attention_metadata import document_starts
+from ops.attention_metadata import FusedAttentionMetadata, document_starts, fused_metadata
 
 NAME = "hybrid"
 
@@ -38,11 +42,14 @@ def relative_kernels(
         what = "dropped probabilities" if positions is not None else "rotary positions"
         raise ValueError(f"attn_implementation={NAME!r} has no {what}: load the model with 'sdpa'.")
 
-    @torch.compiler.disable  # a traced choice would be the reference (ops.attention.use_kernel)
     def metadata() -> Any:
         config, causal = layout.config, layout.mask.causal
         buckets = (config.position_bucket_size, config.max_position_embeddings)
         ids = document_ids(layout.mask, query.size(0))
+        if torch.compiler.is_compiling() and _traced_kernels(
+            ids.device, query.dtype, config.head_dim, 2 * buckets[0] - 1, torch.is_grad_enabled()
+        ):
+            return FusedAttentionMetadata(*_traced_metadata(ids, causal, *buckets))
         return choose_relative_metadata(ids, causal, buckets, config.head_dim, query.dtype, drops=False)
 
     heads_last = (x.transpose(1, 2) for x in (query, key))
@@ -56,6 +63,32 @@ def relative_kernels(
 relative_kernels.takes_layout = True  # pyright: ignore[reportFunctionMemberAccess] - as layers there look for it
 
 
+def _traced_kernels(device: torch.device, dtype: torch.dtype, head_dim: int, slots: int, trains: bool) -> bool:
+    """Whether a graph that torch.compile makes is to hold the kernels: called while it traces, and a constant there."""
+    return dtype == torch.bfloat16 and attention_cuda.available(device, head_dim, slots, False, trains)
+
+
+_traced_kernels._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - as in ops/residual.py
+
+
+@torch.library.custom_op("hybrid::exported_metadata", mutates_args=())
+def _traced_metadata(ids: Tensor, causal: bool, bucket_size: int, max_position: int) -> list[Tensor]:
+    """FusedAttentionMetadata as one operator of a graph, since its tables are made on the host. ids: int64 [B, T]."""
+    rows = torch.full(ids.shape[:1], causal, device=ids.device)
+    spans, rows, *tables = fused_metadata(ids, rows, bucket_size, max_position)
+    return [spans, rows, *(table.clone() for table in tables)]  # what a graph gets it may write to
+
+
+@_traced_metadata.register_fake
+def _(ids: Tensor, causal: bool, bucket_size: int, max_position: int) -> list[Tensor]:
+    rows, length = (int(size) for size in ids.shape)
+    with _disable_current_modes():  # tables are made, and kept, as they are
+        one = torch.zeros(1, length, dtype=torch.int64)
+        like = fused_metadata(one, torch.zeros(1, dtype=torch.bool), bucket_size, max_position)
+    shapes = [(rows, *x.shape[1:]) if x is like.spans or x is like.causal else x.shape for x in like]
+    return [ids.new_empty(shape, dtype=x.dtype) for shape, x in zip(shapes, like, strict=True)]
+
+
 def document_ids(mask: Any, rows: int) -> Tensor:
     """Ids of texts as ops/ has them, int64 [B, T] with -1 at padding, of an AttentionMask. Raises ValueError where a
     mask is no such thing."""
@@ -66,6 +99,6 @@ def document_ids(mask: Any, rows: int) -> Tensor:
         return ids
     ids = ids.masked_fill(~mask.real, -1)
     before = torch.nn.functional.pad(ids, (1, -1), value=-1).cummax(dim=1).values
-    if bool((document_starts(ids) & mask.real & (ids == before)).any()):
+    if not torch.compiler.is_compiling() and bool((document_starts(ids) & mask.real & (ids == before)).any()):
         raise ValueError(f"attn_implementation={NAME!r} knows no padding inside a text: load the model with 'sdpa'.")
     return ids

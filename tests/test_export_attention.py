@@ -271,7 +271,7 @@ def test_the_benchmark_times_ours_and_the_exported_model(tmp_path):
     flags = {"config": tmp_path / "tiny.json", "seq_length": 12, "rows": 2, "samples": 2, "prompt": 3, "new_tokens": 4}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     out = tmp_path / "out.json"
-    assert main([*words, "--device=cpu", "--no-compile", "--padded", "--repetitions=1", f"--output={out}"]) == 0
+    assert main([*words, "--device=cpu", "--compile", "--padded", "--repetitions=1", f"--output={out}"]) == 0
     found = json.loads(out.read_text())
     for name in ("ours", "sdpa", "flex_attention", "hybrid"):
         assert all(found["reading"][0][name][kind] > 0 for kind in ("bidirectional_ms", "causal_ms"))
