@@ -169,19 +169,36 @@ class GPTBertForCausalLM(GPTBertLanguageModel, GenerationMixin):
         )
 
 
-def first_states(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The states [B, D] of the first tokens of texts, `<s>`; with padding on the left these are further right."""
-    if attention_mask is None:
-        return hidden[:, 0]
-    rows, length = torch.arange(hidden.size(0), device=hidden.device), hidden.size(1)
-    real = attention_mask != 0
-    if attention_mask.ndim > 2:  # padding is what nothing attends
-        real = given_pairs(attention_mask, hidden.size(0), length, length)[:, 0].any(dim=1)
-    return hidden[rows, real.to(hidden.device).int().argmax(dim=1)]
+def text_starts(hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
+    """Bool [B, T]: first tokens of texts, `<s>`; with padding on the left further right, several in packed rows."""
+    rows, length = hidden.shape[:2]
+    texts = torch.ones(rows, length, dtype=torch.int64, device=hidden.device)
+    if position_ids is not None:
+        texts = texts + packed_texts(position_ids, attention_mask, 0).to(hidden.device)
+    if attention_mask is not None and attention_mask.ndim > 2:  # padding is what nothing attends
+        texts = texts * given_pairs(attention_mask, rows, length, length)[:, 0].any(dim=1).to(hidden.device)
+    elif attention_mask is not None:
+        texts = texts * (attention_mask != 0).to(hidden.device)
+    return texts > F.pad(texts.cummax(dim=1).values, (1, -1))
+
+
+def first_states(hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
+    """The states [B, D] of the first tokens of rows' texts; with position_ids [N, D], of all N texts in their order."""
+    starts = text_starts(hidden, attention_mask, position_ids)
+    return hidden[torch.arange(len(hidden)), starts.int().argmax(dim=1)] if position_ids is None else hidden[starts]
+
+
+def refuse_packed(what: str, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> None:
+    """Raise ValueError where a row holds several texts."""
+    if position_ids is not None and bool((text_starts(hidden, attention_mask, position_ids).sum(dim=1) > 1).any()):
+        raise ValueError(f"{what} takes one text a row, and position_ids begin again within one, which packs several.")
 
 
 class GPTBertForSequenceClassification(GPTBertPreTrainedModel):
-    """Classification or regression of texts from the (bidirectional) hidden state of their first token, `<s>`."""
+    """Classification or regression of texts from the (bidirectional) hidden state of their first token, `<s>`.
+
+    Each text of a packed row, where position_ids begin again, has logits and a label of its own, in their order.
+    """
 
     accepts_loss_kwargs = False  # so that Trainer itself divides the loss where it accumulates gradients
 
@@ -204,9 +221,11 @@ class GPTBertForSequenceClassification(GPTBertPreTrainedModel):
     ) -> SequenceClassifierOutput:
         flags: dict[str, Any] = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
         outputs = self.encode(input_ids, attention_mask, inputs_embeds, False, **flags, **kwargs)
-        logits = self.score(first_states(outputs.last_hidden_state, attention_mask))
+        logits = self.score(first_states(outputs.last_hidden_state, attention_mask, kwargs.get("position_ids")))
         loss = None
         if labels is not None:
+            if len(labels) != len(logits):
+                raise ValueError(f"labels has {len(labels)} entries for {len(logits)} texts: give each text its own.")
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
@@ -266,6 +285,7 @@ class GPTBertForQuestionAnswering(GPTBertPreTrainedModel):
         start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
+            refuse_packed("A loss of answers", outputs.last_hidden_state, attention_mask, kwargs.get("position_ids"))
             loss = self.loss_function(start, end, start_positions, end_positions)
         return QuestionAnsweringModelOutput(
             loss=loss,
@@ -299,7 +319,8 @@ class GPTBertForMultipleChoice(GPTBertPreTrainedModel):
         choices = next(tensor.size(1) for tensor in (input_ids, inputs_embeds) if tensor is not None)
         ids, mask, embeds, positions = (None if tensor is None else tensor.flatten(0, 1) for tensor in given)
         outputs = self.encode(ids, mask, embeds, False, **{**kwargs, "position_ids": positions})
-        logits = self.score(first_states(outputs.last_hidden_state, mask)).view(-1, choices)
+        refuse_packed("Multiple choice", outputs.last_hidden_state, mask, positions)
+        logits = self.score(first_states(outputs.last_hidden_state, mask, None)).view(-1, choices)
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.tiny_exports import BOS, EOS, FORMS, MASK, PAD, environment, library, load, make_exported, padded_rows
 
 from model import LTGBert
@@ -162,10 +164,31 @@ def test_position_ids_tell_packed_texts_apart(folders, form):
         close(model(ids, position_ids=torch.arange(7, 27)[None])[0], model(ids)[0])
         with pytest.raises(ValueError, match="may only count up, or begin again at 0"):
             model(ids, position_ids=positions * 2)
+    packed_classifiers(folder, ids, positions, parts)
     causal = load("AutoModelForCausalLM", folder)
     cache = causal(ids[:, :9], use_cache=True).past_key_values
     with pytest.raises(ValueError, match="may only count up"):
         causal(ids[:, 9:12], position_ids=torch.tensor([[0, 1, 0]]), past_key_values=cache)
+
+
+def packed_classifiers(folder: Path, ids: torch.Tensor, positions: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Classes of texts are those of the texts alone, each with its label; padding in front, behind and between."""
+    torch.manual_seed(0)
+    model, labels = load("AutoModelForSequenceClassification", folder, num_labels=3), torch.tensor([2, 0, 1, 1])
+    row, places, mask = (F.pad(x, (2, 1)) for x in (ids, positions, torch.ones_like(ids)))
+    row, places = torch.cat([row, row]), torch.cat([places, torch.arange(23)[None]])
+    mask = torch.cat([mask, torch.ones(1, 23, dtype=torch.int64)])
+    found = model(row, attention_mask=mask, position_ids=places, labels=labels)
+    close(found.logits, torch.cat([model(part).logits for part in (*parts, row[1:])]))
+    close(found.loss, F.cross_entropy(found.logits, labels))
+    with pytest.raises(ValueError, match="labels has 2 entries for 4 texts"):
+        model(row, attention_mask=mask, position_ids=places, labels=labels[:2])
+    with pytest.raises(ValueError, match="Multiple choice takes one text a row"):
+        load("AutoModelForMultipleChoice", folder)(ids[None], position_ids=positions[None])
+    answers = load("AutoModelForQuestionAnswering", folder)
+    assert answers(ids, position_ids=positions).start_logits.shape == ids.shape
+    with pytest.raises(ValueError, match="A loss of answers takes one text a row"):
+        answers(ids, position_ids=positions, start_positions=torch.tensor([1]), end_positions=torch.tensor([2]))
 
 
 @pytest.mark.parametrize("form", ["gpt-bert", "ltg-bert"])
