@@ -249,13 +249,43 @@ def test_the_kernels_serve_exported_models(folders, device):
             found = ours(ids, is_causal=causal, **given).last_hidden_state
             assert (found - expected).abs().max() <= tolerance * expected.abs().max(), (list(given), causal)
     if device == "cuda":
-        compiled = torch.compile(ours)(ids, is_causal=True, **given).last_hidden_state
+        compiled = torch.compile(ours, fullgraph=True)(ids, is_causal=True, **given).last_hidden_state
         assert (compiled - expected).abs().max() <= tolerance * expected.abs().max()
     mask[0, 60:65] = 0
     with pytest.raises(ValueError, match="'hybrid' knows no padding inside a text: load the model with 'sdpa'"):
         ours(ids, attention_mask=mask)
     with pytest.raises(ValueError, match="'hybrid' has no rotary positions"):
         load("AutoModel", folders["ltg-bert-rope"][1], attn_implementation="hybrid")(ids.cpu())
+
+
+@torch.no_grad()
+def test_a_compiled_model_is_one_graph_with_the_kernels_in_it(folders, monkeypatch):
+    """On a CPU, where nothing runs them: the reference reads what the graph made for them."""
+    from export import attention_kernels
+    from ops.attention import attend
+    from ops.attention_metadata import relative_metadata
+
+    def kernels(*_: Any) -> bool:
+        return True
+
+    def reference(query_key, value, positions, metadata):
+        spans = metadata.spans  # [B, T, 2], nothing for padding
+        ids = torch.where(spans[..., 1] == 0, -1, spans[..., 0]).long()
+        return attend(query_key, value, positions, relative_metadata(ids, metadata.causal, 8, 24))
+
+    kernels._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] - as the real one
+    monkeypatch.setattr(attention_kernels, "_traced_kernels", kernels)
+    monkeypatch.setattr(attention_kernels, "attend", reference)
+    attention_kernels.register()
+    eager, ours = (load("AutoModel", folders["gpt-bert"][1], attn_implementation=name) for name in ("eager", "hybrid"))
+    ids, mask = torch.randint(16, 300, (2, 40)), torch.ones(2, 40, dtype=torch.int64)
+    mask[0, 30:] = mask[1, :5] = 0
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=False)
+    for causal, given in ((False, {}), (True, {"attention_mask": mask})):
+        close(
+            compiled(ids, is_causal=causal, **given).last_hidden_state,
+            eager(ids, is_causal=causal, **given).last_hidden_state,
+        )
 
 
 @pytest.mark.slow
