@@ -38,14 +38,11 @@ from evaluation.pair_accuracy import chosen_modes, objectives
 from evaluation.reading_times import ReadingTimes, encode_places, read_reading_times, surprisals
 from evaluation.scoring import (
     ScoringModel,
-    add_mode_flag,
     add_scoring_flags,
     check_output,
     check_scoring_flags,
     load_for_scoring,
-    say_of_positions,
-    score_texts,
-    write_results,
+    write_json,
 )
 from evaluation.token_log_probs import SpecialIds, TokenizedSentences, joined, sentence_sums
 from evaluation.zero_shot import READING, Dataset, by_item, encode_items, find_datasets
@@ -73,7 +70,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     add_scoring_flags(parser, document_end=False, several=True)
     parser.add_argument("--data", required=True, metavar="FOLDER", help="the pipeline's folder, or any part of it")
-    add_mode_flag(parser)
     parser.add_argument(
         "--shots", type=int, default=0, metavar="N",
         help="before each item show N others of its UID with the right choice (one-shot: 1; default: 0, zero-shot)",
@@ -167,13 +163,13 @@ def score(
     encoded: of the objectives that the modes need. All texts of all tasks share batches.
     """
     choices = [part for part, owners in next(iter(encoded.values())).values() if owners is None]
-    say_of_positions(model, choices)
+    model.say_of_positions(*choices)
     if empty := sum(int((part.counts == 0).sum()) for part in choices):
         print(f"note: {count(empty, 'choice')} without a token of the tokenizer: log-probability 0", file=sys.stderr)
     items = {each.name: each.items for each in suite.datasets}
     scores: dict[str, dict[str, np.ndarray]] = {}
     texts = {objective: joined([part for part, _ in parts.values()]) for objective, parts in encoded.items()}
-    for objective, by_token in score_texts(model, texts).items():
+    for objective, by_token in model.score(texts).items():
         parts, found = encoded[objective], {}
         ends = np.cumsum([len(part) for part, _ in parts.values()])[:-1]
         sums = np.split(sentence_sums(texts[objective], by_token)[0], ends)
@@ -262,7 +258,7 @@ def write(folder: Path, suite: Suite, scores: dict[str, dict[str, np.ndarray]], 
             file = folder / _BACKENDS[mode] / each.task / each.name / "predictions.json"
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps(content, ensure_ascii=False).encode())
-    write_results(folder / "results.json", found)
+    write_json(folder / "results.json", found)
 
 
 if __name__ == "__main__":

@@ -22,28 +22,20 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 from data.cli import Parser
 from evaluation.generation import UsageError, run
-from evaluation.scoring import (
-    ScoringModel,
-    about,
-    add_scoring_flags,
-    check_scoring_flags,
-    load_for_scoring,
-    say_of_positions,
-    score_texts,
-    write_results,
-)
+from evaluation.pair_accuracy import OBJECTIVES
+from evaluation.scoring import ScoringModel, add_scoring_flags, check_scoring_flags, load_for_scoring, write_results
 from evaluation.token_log_probs import encode_sentences, sentence_sums
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = Parser(__doc__)
-    add_scoring_flags(parser, document_end=False)
+    add_scoring_flags(parser, document_end=False, modes=())
+    parser.add_argument("--mode", choices=OBJECTIVES, default="masked", help="how texts are scored")
     parser.add_argument("--tasks", required=True, nargs="+", metavar="TASK", help="names of the harness's tasks")
     parser.add_argument(
         "--include_path", metavar="FOLDER", help="take tasks from the YAML files there, not those that the harness has"
     )
-    parser.add_argument("--mode", choices=("masked", "causal"), default="masked", help="how texts are scored")
     parser.add_argument("--word_l2r", action="store_true", help="masked: hide also the following tokens of the word")
     parser.add_argument("--output", metavar="FILE.json", help="results, and each item with its scores")
     return run(measure, parser.parse_args(arguments))
@@ -68,10 +60,7 @@ def measure(options: argparse.Namespace) -> None:
         model=harness_model(model, options.mode == "causal", options.word_l2r), tasks=options.tasks, task_manager=tasks
     )
     print(make_table(found))
-    write_results(
-        options.output,
-        {**about(options), "mode": options.mode, "results": found["results"], "samples": found["samples"]},
-    )
+    write_results(options, {"mode": options.mode, "results": found["results"], "samples": found["samples"]})
 
 
 def harness_model(model: ScoringModel, causal: bool, word_l2r: bool = False) -> Any:
@@ -81,9 +70,9 @@ def harness_model(model: ScoringModel, causal: bool, word_l2r: bool = False) -> 
     def scored(texts: Sequence[str], contexts: Sequence[int] | None = None) -> list[tuple[float, bool]]:
         """Of each text behind so many characters: its log-probability, and whether no token is more probable."""
         sentences = encode_sentences(model.loaded.tokenizer, texts, model.special, contexts)
-        say_of_positions(model, [sentences])
+        model.say_of_positions(sentences)
         objective = "causal" if causal else "masked"
-        scores = score_texts(model, {objective: sentences}, word_l2r=word_l2r, best=True)[objective]
+        scores = model.score({objective: sentences}, word_l2r=word_l2r, best=True)[objective]
         sums, best = sentence_sums(sentences, scores)
         return [(float(total), bool(greedy)) for total, greedy in zip(sums, best == sentences.counts, strict=True)]
 

@@ -24,18 +24,8 @@ from tokenizers import Tokenizer
 from data.cli import Parser
 from evaluation.generation import run
 from evaluation.minimal_pairs import as_json
-from evaluation.pair_accuracy import accuracy, read_lines, text_of
-from evaluation.scoring import (
-    about,
-    add_mode_flag,
-    add_scoring_flags,
-    check_scoring_flags,
-    chosen_objectives,
-    load_for_scoring,
-    say_of_positions,
-    score_texts,
-    write_results,
-)
+from evaluation.pair_accuracy import OBJECTIVES, accuracy, chosen_modes, read_lines, text_of
+from evaluation.scoring import add_scoring_flags, check_scoring_flags, load_for_scoring, write_results
 from evaluation.token_log_probs import SpecialIds, TokenizedSentences, encode_sentences, sentence_sums
 from training.config import ConfigError
 
@@ -43,9 +33,8 @@ from training.config import ConfigError
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = Parser(__doc__)
-    add_scoring_flags(parser, document_end=False)
+    add_scoring_flags(parser, document_end=False, modes=OBJECTIVES)
     parser.add_argument("--data", required=True, metavar="FILE.jsonl", help="JSON lines with the texts")
-    add_mode_flag(parser, fused=False)
     parser.add_argument("--output", metavar="FILE.json", help="write all results here")
     return run(evaluate, parser.parse_args(arguments))
 
@@ -54,15 +43,15 @@ def evaluate(options: argparse.Namespace) -> None:
     """Print accuracy and perplexity, and write what --output asks for."""
     check_scoring_flags(options)
     texts = read_texts(Path(options.data), "--data")
-    model, modes = load_for_scoring(options), chosen_objectives(options.mode)
+    model, modes = load_for_scoring(options), chosen_modes(options.mode, OBJECTIVES)
     last = encode_last_words(texts, model.loaded.tokenizer, model.special)
-    say_of_positions(model, [last])
-    found = {**about(options), "texts": len(texts)}
-    for mode, scores in score_texts(model, dict.fromkeys(modes, last), word_l2r=True, best=True).items():
+    model.say_of_positions(last)
+    found: dict[str, Any] = {"texts": len(texts)}
+    for mode, scores in model.score(dict.fromkeys(modes, last), word_l2r=True, best=True).items():
         found[mode] = of = results(last, scores)
         low, right, high = (100 * of["accuracy"][key] for key in ("low", "accuracy", "high"))
         print(f"{mode:<7} accuracy {right:.1f} % [{low:.1f}, {high:.1f}], perplexity {of['perplexity']:,.2f}")
-    write_results(options.output, found)
+    write_results(options, found)
 
 
 def read_texts(path: Path, flag: str) -> dict[str, str]:

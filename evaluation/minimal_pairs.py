@@ -45,16 +45,7 @@ from evaluation.pair_accuracy import (
     objectives,
     read_pair_sets,
 )
-from evaluation.scoring import (
-    ScoringModel,
-    about,
-    add_mode_flag,
-    add_scoring_flags,
-    check_scoring_flags,
-    load_for_scoring,
-    score_texts,
-    write_results,
-)
+from evaluation.scoring import ScoringModel, add_scoring_flags, check_scoring_flags, load_for_scoring, write_results
 from evaluation.token_log_probs import sentence_sums
 
 TEMPERATURES = tuple(step / 10 for step in range(5, 31))  # that --select_temperature chooses from
@@ -68,7 +59,6 @@ def main(arguments: list[str] | None = None) -> int:
         "--data", nargs="+", required=True, metavar="PATH",
         help="JSONL files with sentence_good and sentence_bad, or folders of them; every folder is one set",
     )  # fmt: skip
-    add_mode_flag(parser)
     parser.add_argument(
         "--word_l2r", action="store_true",
         help="masked: hide also the sub-words that follow in the same word (PLL-word-l2r, Kauf and Ivanova 2023)",
@@ -100,7 +90,7 @@ def evaluate(options: argparse.Namespace) -> None:
     temperatures = TEMPERATURES if options.select_temperature else (options.temperature,)
 
     scores = score(model, sets, modes, word_l2r=options.word_l2r, temperatures=temperatures)
-    results = {**about(options), "document_end": model.document_end, "word_l2r": options.word_l2r, "sets": {}}
+    results: dict[str, Any] = {"document_end": model.document_end, "word_l2r": options.word_l2r, "sets": {}}
     for number, each in enumerate(sets):
         by_mode = {mode: scores[mode][number] for mode in modes}
         found = summarise(each, by_mode, temperatures, options.select_temperature)
@@ -108,7 +98,7 @@ def evaluate(options: argparse.Namespace) -> None:
         print("\n".join(table(each.name, found)), flush=True)
     if options.scores:
         write_atomically(options.scores, score_lines(sets, scores, temperatures).encode())
-    write_results(options.output, results)
+    write_results(options, results)
     if options.plot:
         draw(results, Path(options.plot))
 
@@ -116,10 +106,10 @@ def evaluate(options: argparse.Namespace) -> None:
 def score(
     model: ScoringModel, sets: Sequence[PairSet], modes: Sequence[str], **options: Any
 ) -> dict[str, list[np.ndarray]]:
-    """For each mode the scores of each set: float64 [K temperatures, pairs, 2]. options: of `score_texts`."""
+    """For each mode the scores of each set: float64 [K temperatures, pairs, 2]. options: of ScoringModel.score."""
     pairs = [pair for each in sets for pair in each.pairs]
     texts = encode_pairs(pairs, model.loaded.tokenizer, model.special)
-    by_token = score_texts(model, dict.fromkeys(objectives(modes), texts), **options)
+    by_token = model.score(dict.fromkeys(objectives(modes), texts), **options)
     sums = {name: sentence_sums(texts, of) for name, of in by_token.items()}
     ends = np.cumsum([len(each.pairs) for each in sets])[:-1]
     return {mode: np.split(of.reshape(len(of), -1, 2), ends, axis=1) for mode, of in in_modes(sums, modes).items()}

@@ -22,7 +22,8 @@ from tokenizers import Tokenizer
 from evaluation.token_log_probs import SpecialIds, TokenizedSentences, encode_sentences
 from training.config import ConfigError
 
-MODES = ("masked", "causal", "fused")
+OBJECTIVES = ("masked", "causal")
+MODES = (*OBJECTIVES, "fused")
 PHENOMENON = "linguistics_term"  # BLiMP's name for it
 _SENTENCES = ("sentence_good", "sentence_bad")
 _MOST_VALUES = 24  # a field with more distinct values in a set is an identifier, not a group
@@ -170,9 +171,9 @@ def objectives(modes: Iterable[str]) -> list[str]:
     return [name for name in MODES if name in needed]
 
 
-def chosen_modes(mode: str) -> tuple[str, ...]:
-    """The modes of a flag's value, which may be "all"."""
-    return MODES if mode == "all" else (mode,)
+def chosen_modes(mode: str, known: tuple[str, ...] = MODES) -> tuple[str, ...]:
+    """The modes of a flag's value, which may be "all" of those that are known."""
+    return known if mode == "all" else (mode,)
 
 
 # Results

@@ -43,16 +43,13 @@ from data.shards import MANIFEST_NAME, SHARD_SUFFIX, ShardError, tokenizer_hash,
 from data.wording import count
 from evaluation.elbo import measure_bound
 from evaluation.generation import LoadedModel, UsageError, run
+from evaluation.pair_accuracy import OBJECTIVES, chosen_modes, read_text
 from evaluation.scoring import (
     ScoringModel,
-    about,
-    add_mode_flag,
     add_scoring_flags,
     check_scoring_flags,
-    chosen_objectives,
     enough_memory,
     load_for_scoring,
-    score_texts,
     write_results,
 )
 from evaluation.token_log_probs import SpecialIds, TokenizedSentences
@@ -67,12 +64,11 @@ _PACKED = (".gz", ".bz2", ".xz", ".zst", ".parquet")
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = Parser("Perplexity of held-out text, causal and masked.")
-    add_scoring_flags(parser, document_end=None)
+    add_scoring_flags(parser, document_end=None, modes=OBJECTIVES)
     parser.add_argument(
         "--data", nargs="+", required=True, metavar="PATH",
         help="text files, .jsonl files, folders of them, shards or shard folders; one result for each",
     )  # fmt: skip
-    add_mode_flag(parser, fused=False)
     parser.add_argument(
         "--every_token", action="store_true", help="masked: mask each token in turn (slow: a row for every token)"
     )
@@ -100,13 +96,13 @@ def evaluate(options: argparse.Namespace) -> None:
         raise UsageError(f"--elbo is {options.elbo}: give 2 or more, of which the error is estimated, or 0.")
     texts = {path: None if is_shards(Path(path)) else read_documents(path, options.text_field) for path in options.data}
     model = load_for_scoring(options)
-    results = {**about(options), "document_end": model.document_end, "seq_length": options.seq_length, "texts": {}}
+    results: dict[str, Any] = {"document_end": model.document_end, "seq_length": options.seq_length, "texts": {}}
     with tempfile.TemporaryDirectory() as folder, enough_memory():
         for path, documents in texts.items():
             found = measure(model, open_corpus(model, path, documents, Path(folder), options), options, documents)
             results["texts"][path] = found
             print("\n".join(table(path, found)), flush=True)
-    write_results(options.output, results)
+    write_results(options, results)
 
 
 # Reading
@@ -138,12 +134,7 @@ def _read_file(path: Path, text_field: str) -> Iterator[str]:
             f"--data: {path} is not read here; unpack it or give the shards that preprocessing/tokenize_corpus.py "
             "makes of it with the model's tokenizer.json."
         )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--data: {path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--data: {path} is not UTF-8 text (byte {error.start}).") from None
+    text = read_text(path, "--data")
     if path.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
         parts = re.split(r"\n(?:[^\S\n]*\n)+", f"\n\n{text}")  # as preprocessing does
         yield from (part.rstrip("\n") for part in parts if part.strip())
@@ -200,7 +191,7 @@ def measure(
         "words": words,
         "bytes": size,
     }
-    modes = chosen_objectives(options.mode)
+    modes = chosen_modes(options.mode, OBJECTIVES)
     flags, special = training_flags(Path(options.model)), model.loaded.special
     masks = MaskingOptions(
         vocab_size=special.vocab_size,
@@ -228,31 +219,21 @@ def measure(
             loss, accuracy = metrics[f"{mode}_loss"], metrics[f"{mode}_accuracy"]
         if mode == "causal" and model.document_end:  # one that ends as the next begins has no end if it is the last
             predicted += corpus.num_documents - masks.bos_ends
-        found[mode] = {
-            "loss": loss,
-            "perplexity": _exp(loss),
-            **({} if accuracy is None else {"accuracy": accuracy}),
-            "word_perplexity": _exp(loss * predicted / max(1, words)),
-            "bits_per_byte": loss * predicted / math.log(2) / max(1, size),
-        }
+        found[mode] = _per_unit(loss, predicted, words, size) | ({} if accuracy is None else {"accuracy": accuracy})
     if options.elbo and "masked" in modes:
-        found["elbo"] = _bound(model, held_out, rows, options.elbo, words, size)
+        bound = measure_bound(model, held_out, rows, options.elbo)
+        more = {"standard_error": bound.error, "tokens": bound.tokens}
+        found["elbo"] = _per_unit(bound.loss, bound.tokens, words, size) | more
     return found
 
 
-def _bound(
-    model: ScoringModel, held_out: ValidationSet, rows: int, samples: int, words: int, size: int
-) -> dict[str, Any]:
-    """The bound of masked diffusion as JSON, with its standard error in nats a token."""
-    bound = measure_bound(model, held_out, rows, samples)
-    nats = bound.loss * bound.tokens
+def _per_unit(loss: float, tokens: int, words: int, size: int) -> dict[str, float]:
+    """A loss in nats a token, per token, word and byte."""
     return {
-        "loss": bound.loss,
-        "standard_error": bound.error,
-        "tokens": bound.tokens,
-        "perplexity": _exp(bound.loss),
-        "word_perplexity": _exp(nats / max(1, words)),
-        "bits_per_byte": nats / math.log(2) / max(1, size),
+        "loss": loss,
+        "perplexity": _exp(loss),
+        "word_perplexity": _exp(loss * tokens / max(1, words)),
+        "bits_per_byte": loss * tokens / math.log(2) / max(1, size),
     }
 
 
@@ -276,7 +257,7 @@ def count_decoded(loaded: LoadedModel, corpus: Corpus) -> tuple[int, int]:
 def every_token_loss(model: ScoringModel, corpus: Corpus, seq_length: int, row_start: bool) -> float:
     """Mean negative log-probability in nats of each token when it alone is masked, in windows of seq_length tokens."""
     sentences = windows(corpus, model.special, seq_length, row_start)
-    scores = score_texts(model, {"masked": sentences})["masked"]
+    scores = model.score({"masked": sentences})["masked"]
     return -float(scores.sum(dtype=np.float64)) / corpus.num_tokens
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from data.atomic_io import write_atomically
 from data.cli import Parser
 from data.wording import count
 from evaluation.generation import LoadedModel, UsageError, add_model_flags, load
+from evaluation.pair_accuracy import MODES
 from evaluation.token_log_probs import BatchShape, Scorer, SpecialIds, TokenizedSentences, count_tokens, token_scores
 from training.checkpoint import training_flags
 from training.distributed import World
@@ -38,11 +39,44 @@ class ScoringModel(Scorer):
     loaded: LoadedModel = field(kw_only=True)
     document_end: bool = field(kw_only=True)
 
+    def score(
+        self,
+        texts: Mapping[str, TokenizedSentences],
+        *,
+        word_l2r: bool = False,
+        temperatures: tuple[float, ...] = (1.0,),
+        best: bool = False,
+    ) -> dict[str, np.ndarray]:
+        """For each objective `token_scores` of its texts. Raises UsageError where the device has too little memory."""
+        total = sum(count_tokens(sentences, objective == "causal") for objective, sentences in texts.items())
+        with enough_memory(), tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
+            return {
+                objective: token_scores(
+                    self, sentences, causal=objective == "causal", word_l2r=word_l2r, temperatures=temperatures,
+                    best=best, progress=bar.update,
+                )
+                for objective, sentences in texts.items()
+            }  # fmt: skip
 
-def add_scoring_flags(parser: Parser, document_end: bool | None, several: bool = False) -> None:
+    def say_of_positions(self, *parts: TokenizedSentences) -> None:
+        """Say once how many texts are longer than any that the model has learned positions for."""
+        positions = getattr(getattr(self.model, "config", None), "max_position_embeddings", math.inf)
+        lengths = [int(length) for part in parts for length in np.diff(part.starts)]
+        if longer := sum(length > positions for length in lengths):
+            print(
+                f"note: {count(longer, 'text')} of up to {max(lengths):,} tokens, beyond the model's {positions} "
+                "positions (max_position_embeddings): read whole, at distances that are no more told apart or were "
+                "never learned",
+                file=sys.stderr,
+            )
+
+
+def add_scoring_flags(
+    parser: Parser, document_end: bool | None, modes: Sequence[str] = MODES, several: bool = False
+) -> None:
     """The flags that choose a model, or several, and say how it is run.
 
-    document_end: the default of that flag, None as trained.
+    document_end: the default of that flag, None as trained. modes: that --mode offers beside all; () for no such flag.
     """
     add_model_flags(parser, several)
     parser.add_argument(
@@ -58,15 +92,10 @@ def add_scoring_flags(parser: Parser, document_end: bool | None, several: bool =
         "--batch_tokens", type=int, default=0, metavar="N",
         help="tokens that the model reads at once; changes speed and memory alone (default: 0, by the device)",
     )  # fmt: skip
-
-
-def add_mode_flag(parser: Parser, fused: bool = True) -> None:
-    """--mode of what takes sentences' scores, which may have a mean of both objectives or not."""
-    parser.add_argument(
-        "--mode", choices=("all", "masked", "causal", "fused") if fused else ("all", "masked", "causal"), default="all",
-        help="masked: each token masked in turn; causal: left to right; " + "fused: the mean of both " * fused
-        + "(default: all)",
-    )  # fmt: skip
+    meanings = {"masked": "each token masked in turn", "causal": "left to right", "fused": "the mean of both"}
+    text = "; ".join(f"{mode}: {meanings[mode]}" for mode in modes)
+    if modes:
+        parser.add_argument("--mode", choices=("all", *modes), default="all", help=text)
 
 
 def check_scoring_flags(options: argparse.Namespace, files: Iterable[str] = ("output",)) -> None:
@@ -77,11 +106,6 @@ def check_scoring_flags(options: argparse.Namespace, files: Iterable[str] = ("ou
         )
     for flag in files:
         check_output(getattr(options, flag), f"--{flag}")
-
-
-def chosen_objectives(mode: str) -> tuple[str, ...]:
-    """What --mode stands for where there is no mean of both objectives."""
-    return ("masked", "causal") if mode == "all" else (mode,)
 
 
 def load_for_scoring(options: argparse.Namespace) -> ScoringModel:
@@ -106,38 +130,6 @@ def load_for_scoring(options: argparse.Namespace) -> ScoringModel:
     return ScoringModel(loaded.model, special, world, shape, autocast, loaded=loaded, document_end=ends)
 
 
-def say_of_positions(model: ScoringModel, parts: Iterable[TokenizedSentences]) -> None:
-    """Say once how many texts are longer than any that the model has learned positions for."""
-    positions = getattr(getattr(model.loaded.model, "config", None), "max_position_embeddings", math.inf)
-    lengths = [int(length) for part in parts for length in np.diff(part.starts)]
-    if longer := sum(length > positions for length in lengths):
-        print(
-            f"note: {count(longer, 'text')} of up to {max(lengths):,} tokens, beyond the model's {positions} positions "
-            "(max_position_embeddings): read whole, at distances that are no more told apart or were never learned",
-            file=sys.stderr,
-        )
-
-
-def score_texts(
-    scorer: Scorer,
-    texts: Mapping[str, TokenizedSentences],
-    *,
-    word_l2r: bool = False,
-    temperatures: tuple[float, ...] = (1.0,),
-    best: bool = False,
-) -> dict[str, np.ndarray]:
-    """For each objective `token_scores` of its texts. Raises UsageError where the device has too little memory."""
-    total = sum(count_tokens(sentences, objective == "causal") for objective, sentences in texts.items())
-    with enough_memory(), tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, leave=False) as bar:
-        return {
-            objective: token_scores(
-                scorer, sentences, causal=objective == "causal", word_l2r=word_l2r, temperatures=temperatures,
-                best=best, progress=bar.update,
-            )
-            for objective, sentences in texts.items()
-        }  # fmt: skip
-
-
 def check_output(path: str | None, flag: str) -> None:
     """Refuse a file that could not be written in the end, before any long work. Raises UsageError."""
     if path is None:
@@ -158,10 +150,14 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
     return {"model": options.model, "weights": weights_file(options.ema) if options.ema else "trained"}
 
 
-def write_results(path: str | Path | None, results: dict[str, Any]) -> None:
-    """Write results as JSON where --output names a file."""
-    if path:
-        write_atomically(path, (json.dumps(results, indent=1) + "\n").encode())
+def write_results(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Write results as JSON, and what they are of, where --output names a file."""
+    if options.output:
+        write_json(options.output, {**about(options), **results})
+
+
+def write_json(path: str | Path, content: dict[str, Any]) -> None:
+    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 @contextmanager

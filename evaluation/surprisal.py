@@ -33,16 +33,8 @@ from data.atomic_io import write_atomically
 from data.cli import Parser
 from data.wording import count
 from evaluation.generation import UsageError, run
-from evaluation.pair_accuracy import read_text
-from evaluation.scoring import (
-    add_mode_flag,
-    add_scoring_flags,
-    check_scoring_flags,
-    chosen_objectives,
-    load_for_scoring,
-    say_of_positions,
-    score_texts,
-)
+from evaluation.pair_accuracy import OBJECTIVES, chosen_modes, read_text
+from evaluation.scoring import add_scoring_flags, check_scoring_flags, load_for_scoring
 from evaluation.token_log_probs import SpecialIds, TokenizedSentences, encode_sentences
 
 _WORD = re.compile(r"\S+")
@@ -52,9 +44,8 @@ _OUTSIDE = -1  # the word of <s>, </s>
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = Parser(__doc__)
-    add_scoring_flags(parser, document_end=False)
+    add_scoring_flags(parser, document_end=False, modes=OBJECTIVES)
     parser.add_argument("--data", required=True, metavar="FILE", help="a text file, one text a line")
-    add_mode_flag(parser, fused=False)
     parser.add_argument("--word_l2r", action="store_true", help="masked: hide also the following tokens of the word")
     parser.add_argument("--output", required=True, metavar="FILE.csv", help="the words with their surprisals")
     return run(measure, parser.parse_args(arguments))
@@ -67,14 +58,14 @@ def measure(options: argparse.Namespace) -> None:
     lines = [(number, line.strip()) for number, line in lines if line.strip()]
     if not lines:
         raise UsageError(f"--data: {options.data} holds no text; give a file with one text a line.")
-    model, modes = load_for_scoring(options), chosen_objectives(options.mode)
+    model, modes = load_for_scoring(options), chosen_modes(options.mode, OBJECTIVES)
     texts = [line for _, line in lines]
     ends = [[match.end() for match in _WORD.finditer(text)] for text in texts]
     counts = [len(of) for of in ends]
     sentences = encode_by_span(model.loaded.tokenizer, texts, ends, model.special)
-    say_of_positions(model, [sentences])
+    model.say_of_positions(sentences)
 
-    scores = score_texts(model, dict.fromkeys(modes, sentences), word_l2r=options.word_l2r)
+    scores = model.score(dict.fromkeys(modes, sentences), word_l2r=options.word_l2r)
     surprisals = {mode: by_span(sentences, -of[0] / math.log(2), counts) for mode, of in scores.items()}
     tokens = by_span(sentences, np.ones(len(sentences.ids)), counts)
     table = io.StringIO()

@@ -33,17 +33,7 @@ from data.cli import Parser
 from evaluation.generation import run
 from evaluation.minimal_pairs import as_json
 from evaluation.pair_accuracy import accuracy, chosen_modes, in_modes, mean_accuracy, objectives, read_text
-from evaluation.scoring import (
-    ScoringModel,
-    about,
-    add_mode_flag,
-    add_scoring_flags,
-    check_scoring_flags,
-    load_for_scoring,
-    say_of_positions,
-    score_texts,
-    write_results,
-)
+from evaluation.scoring import ScoringModel, add_scoring_flags, check_scoring_flags, load_for_scoring, write_results
 from evaluation.surprisal import by_span, encode_by_span
 from evaluation.token_log_probs import SpecialIds
 from training.config import ConfigError
@@ -84,7 +74,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     add_scoring_flags(parser, document_end=False)
     parser.add_argument("--data", nargs="+", required=True, metavar="FILE.json", help="suites")
-    add_mode_flag(parser)
     parser.add_argument("--output", metavar="FILE.json", help="write all results here")
     return run(evaluate, parser.parse_args(arguments))
 
@@ -95,7 +84,7 @@ def evaluate(options: argparse.Namespace) -> None:
     suites, modes = [read_suite(Path(path), "--data") for path in options.data], chosen_modes(options.mode)
     model = load_for_scoring(options)
     values = score(model, suites, modes)
-    found = {**about(options), "suites": {}}
+    found: dict[str, Any] = {"suites": {}}
     width = max(len(suite.name) for suite in suites)
     print(" " * width + "".join(f"  {mode:>20}" for mode in modes))
     for suite, of in zip(suites, values, strict=True):
@@ -103,7 +92,7 @@ def evaluate(options: argparse.Namespace) -> None:
         means = (100 * np.array([entry[mode]["mean"][key] for key in ("accuracy", "low", "high")]) for mode in modes)
         cells = (f"  {f'{value:.1f} [{low:.1f}, {high:.1f}]':>20}" for value, low, high in means)
         print(f"{suite.name:<{width}}{''.join(cells)}")
-    write_results(options.output, found)
+    write_results(options, found)
 
 
 def read_suite(path: Path, flag: str) -> SyntaxSuite:
@@ -164,8 +153,8 @@ def compiled(formula: str) -> Any:
 def score(model: ScoringModel, suites: Sequence[SyntaxSuite], modes: Sequence[str]) -> list[dict[str, list[Any]]]:
     """For each suite and mode what formulas read of its items: surprisals in bits by region and condition."""
     regions = Regions(suites, model.loaded.tokenizer, model.special)
-    say_of_positions(model, [regions.texts])
-    scores = score_texts(model, dict.fromkeys(objectives(modes), regions.texts))
+    model.say_of_positions(regions.texts)
+    scores = model.score(dict.fromkeys(objectives(modes), regions.texts))
     sums = in_modes({name: regions.surprisals(of) for name, of in scores.items()}, modes)
     by_mode = {mode: regions.by_item(of) for mode, of in sums.items()}
     return [{mode: by_mode[mode][number] for mode in modes} for number in range(len(suites))]

@@ -25,16 +25,16 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from data.cli import Parser
-from data.shards import token_dtype, tokenizer_hash
+from data.shards import token_dtype
 from data.special_tokens import read_special_tokens
 from data.wording import count
 from preprocessing.cli import DEFAULT_SHARD_SIZE, CommandError, add_shard_flags, run
 from preprocessing.inputs import InputFile, check_unchanged
-from preprocessing.resumable_output import FolderPlan, OutputFolder, Totals
+from preprocessing.resumable_output import FolderPlan, OutputFolder, Totals, complete_line
 from preprocessing.slices import EncodedChunk
 from preprocessing.token_readers import FORMATS, GPT_BERT, Block, TokenFile, find_token_files
 from preprocessing.tokenize_pool import is_validation
-from preprocessing.tokenizer import load_tokenizer, roles_to_record, special_ids, vocabulary_size
+from preprocessing.tokenizer import load_tokenizer, special_ids, vocabulary_size
 
 _SAVE_SECONDS = 10.0
 
@@ -145,22 +145,10 @@ def import_tokens(
     tokenizer = load_tokenizer(tokenizer_path)
     special, end = read_special_tokens(tokenizer_path, special_tokens), _end_id(document_end, tokenizer)
     sources, files = find_token_files(inputs, form, end)
-    given = {"document_end": end, "validation_fraction": validation_fraction}
-    plan = FolderPlan(
-        folder=output,
-        files=tuple(files),
-        tokenizer_path=tokenizer_path,
-        tokenizer_hash=tokenizer_hash(tokenizer_path),
-        vocab_size=vocabulary_size(tokenizer),
-        shard_size=shard_size,
-        options={
-            "script": f"preprocessing/{'import_gpt_bert' if form == GPT_BERT else 'import_tokens'}.py",
-            **{name: value for name, value in given.items() if value or form != GPT_BERT},
-            "shard_size": shard_size,
-            **roles_to_record(tokenizer_path, special_tokens),
-        },
-        splits=("train", "validation") if validation_fraction else ("",),
-    )
+    script = f"preprocessing/{'import_gpt_bert' if form == GPT_BERT else 'import_tokens'}.py"
+    options = {"document_end": end, "validation_fraction": validation_fraction}
+    given = {"script": script, **{name: value for name, value in options.items() if value or form != GPT_BERT}}
+    plan = FolderPlan(output, files, tokenizer_path, special_tokens, shard_size, given)
     folder = OutputFolder(plan)
     with folder.making(0, _SAVE_SECONDS, overwrite) as slices:
         if slices is None:
@@ -171,7 +159,7 @@ def import_tokens(
             chunks = importer.encode(sources, slices.progress.position, progress)
             slices.write(_while_unchanged(chunks, files))
     totals = folder.assemble()
-    if totals is not None and not any(totals.shards):
+    if totals is not None and not any(totals.shards.values()):
         raise CommandError(f"--input holds no tokens but begin and end tokens in {count(len(files), 'file')}")
     return totals
 
@@ -210,13 +198,10 @@ def command(arguments: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
     )
     if totals is None:
-        print(f"{arguments.output} is complete already, from the same inputs and options: nothing to do")
+        print(complete_line(arguments.output))
         return 0
-    names = ("train", "validation") if arguments.validation_fraction else ("total",)
-    for name, shards in zip(names, totals.shards, strict=True):
-        sums = [(sum(getattr(shard, f"{noun}s") for shard in shards), noun) for noun in ("document", "word", "token")]
-        print(f"{name}: " + ", ".join(count(*each) for each in sums) + f" in {count(len(shards), 'shard')}")
     counts = totals.counts
+    print("\n".join(totals.lines()))
     print(f"dropped: {count(counts['empty_documents'], 'empty document')}")
     print(f"dropped: {count(counts['stripped_tokens'], 'begin, end and padding token')} at ends")
     print(f"kept: {count(counts['special_tokens'], 'special id')} inside documents (never masked in training)")

@@ -25,9 +25,10 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from data.shards import (
     MANIFEST_NAME,
     ShardFile,
     read_manifest,
+    tokenizer_hash,
     write_manifest,
 )
 from data.wording import count, ranks_text
@@ -47,6 +49,7 @@ from preprocessing.cli import CommandError
 from preprocessing.inputs import InputFile
 from preprocessing.readers import DOCUMENT_BYTES
 from preprocessing.slices import ShardCutter, SliceWriter, read_progress, read_slices
+from preprocessing.tokenizer import load_tokenizer, roles_to_record, vocabulary_size
 
 TOKENIZER_NAME = "tokenizer.json"
 PARTS_NAME = ".parts"
@@ -68,21 +71,33 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """What is to be made where.
-
-    options: all that decides the content beside files and tokenizer; goes into the manifest.
-    splits: ("",) for shards in the folder itself, or ("train", "validation").
-    """
+    """What is to be made where. given: what decides the content beside files, tokenizer and size of shards."""
 
     folder: Path
-    files: tuple[InputFile, ...]
+    files: Sequence[InputFile]
     tokenizer_path: Path
-    tokenizer_hash: str
-    vocab_size: int
+    special_tokens: str  # as --special_tokens
     shard_size: int
-    options: dict[str, Any]
-    splits: tuple[str, ...] = ("",)
+    given: dict[str, Any]
     skip_bad_lines: bool = False
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        return tokenizer_hash(self.tokenizer_path)
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """All that decides the content beside files and tokenizer; goes into the manifest."""
+        return {
+            **self.given,
+            "shard_size": self.shard_size,
+            **roles_to_record(self.tokenizer_path, self.special_tokens),
+        }
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """("",) for shards in the folder itself, or ("train", "validation")."""
+        return _SPLITS if self.given.get("validation_fraction") else ("",)
 
     @property
     def made_by(self) -> dict[str, Any]:
@@ -93,12 +108,23 @@ class FolderPlan:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a complete folder holds: the shards of each split, counts such as of empty documents, and what the manifests
-    say of each split's sidecars ([]: there are none)."""
+    """What a complete folder holds: the shards of each split by its name, counts such as of empty documents, and what
+    the manifests say of each split's sidecars ([]: there are none)."""
 
-    shards: list[list[ShardFile]]
+    shards: dict[str, list[ShardFile]]
     counts: dict[str, int]
     sidecars: list[list[dict[str, Any]]] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Documents, words and tokens of each split, for people."""
+        found = []
+        for name, shards in self.shards.items():
+            sums = {noun: sum(getattr(each, f"{noun}s") for each in shards) for noun in ("document", "word", "token")}
+            per_word = sums["token"] / max(sums["word"], 1)
+            totals = ", ".join(count(number, noun) for noun, number in sums.items())
+            shard_count = count(len(shards), "shard")
+            found.append(f"{name or 'total'}: {totals} ({per_word:.3f} tokens per word) in {shard_count}")
+        return found
 
 
 class OutputFolder:
@@ -110,6 +136,7 @@ class OutputFolder:
         self.parts = parts
         self.can_lock = True
         self._parts_folder = plan.folder / PARTS_NAME
+        self._vocab_size = vocabulary_size(load_tokenizer(plan.tokenizer_path))
         self._tokenizer = plan.tokenizer_path.read_bytes()  # now: the file may change before the end
         inputs = [[file.place, file.size, file.modified] for file in plan.files]
         self._identity = {
@@ -185,7 +212,7 @@ class OutputFolder:
             counts.update(part.counts)
         self._check_bad_lines(counts)
         extras = (bool(plan.options.get("keep_fields")), plan.options.get("targets") is not None)
-        make = (plan.tokenizer_hash, plan.vocab_size, plan.shard_size, *extras)
+        make = (plan.tokenizer_hash, self._vocab_size, plan.shard_size, *extras)
         cutters = [ShardCutter(plan.folder / name, *make) for name in plan.splits]
         try:
             for part in parts:
@@ -198,19 +225,20 @@ class OutputFolder:
             for cutter in cutters:
                 cutter.discard()
         sidecars = [cutter.describe_sidecars() for cutter in cutters] if plan.options.get("keep_fields") else []
-        totals = Totals([cutter.finished for cutter in cutters], dict(counts), sidecars)
-        self._declare_complete(totals) if any(totals.shards) else self._clear()
+        shards = {name: cutter.finished for name, cutter in zip(plan.splits, cutters, strict=True)}
+        totals = Totals(shards, dict(counts), sidecars)
+        self._declare_complete(totals) if any(shards.values()) else self._clear()
         return totals
 
     def _declare_complete(self, totals: Totals) -> None:
         plan = self.plan
-        for number, (name, shards) in enumerate(zip(plan.splits, totals.shards, strict=True)):
+        for number, (name, shards) in enumerate(totals.shards.items()):
             write_atomically(plan.folder / name / TOKENIZER_NAME, self._tokenizer)
             sidecars = {"sidecars": totals.sidecars[number]} if totals.sidecars else {}
             created_by = {**plan.made_by, **({"split": name} if name else {}), **totals.counts, **sidecars}
             if len(shards) >= TABLE_FROM:
                 write_table(plan.folder / name, shards)
-            write_manifest(plan.folder / name, shards, plan.tokenizer_hash, plan.vocab_size, created_by)
+            write_manifest(plan.folder / name, shards, plan.tokenizer_hash, self._vocab_size, created_by)
         (plan.folder / JOURNAL_NAME).unlink()
         sync_folder(plan.folder)
 
@@ -355,6 +383,11 @@ class OutputFolder:
 
     def _part(self, part: int) -> Path:
         return self._parts_folder / f"part_{part:05d}"
+
+
+def complete_line(folder: Path) -> str:
+    """What is said where nothing is left to do."""
+    return f"{folder} is complete already, from the same inputs and options: nothing to do"
 
 
 def number_of_parts(folder: Path) -> int | None:

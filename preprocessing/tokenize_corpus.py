@@ -31,7 +31,6 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 from tqdm import tqdm
 
 from data.cli import Parser
-from data.shards import tokenizer_hash
 from data.wording import count
 from preprocessing.cli import (
     DEFAULT_SHARD_SIZE,
@@ -46,31 +45,16 @@ from preprocessing.cli import (
 from preprocessing.fields import ASSISTANT
 from preprocessing.inputs import CorpusError, InputFile, files_of_part, find_inputs
 from preprocessing.readers import Position, layout_of, read_chunks
-from preprocessing.resumable_output import FolderPlan, OutputFolder, number_of_parts
+from preprocessing.resumable_output import FolderPlan, OutputFolder, Totals, complete_line, number_of_parts
 from preprocessing.slices import EncodedChunk, SliceWriter
 from preprocessing.tokenize_pool import EncoderSettings, encode_in_order
-from preprocessing.tokenizer import load_tokenizer, roles_to_record, vocabulary_size
-
-_TOTALS = ("documents", "words", "tokens")
-
-
-@dataclass(frozen=True)
-class SplitSummary:
-    """Totals of one split; `name` is "" where there is only one."""
-
-    name: str
-    shards: int
-    documents: int
-    words: int
-    tokens: int
 
 
 @dataclass(frozen=True)
 class Summary:
     """What a finished folder holds, and how fast this run was (which may have continued another)."""
 
-    splits: list[SplitSummary]
-    counts: dict[str, int]  # empty_documents, bad_lines, special_tokens, text_bytes
+    totals: Totals
     seconds: float
     bytes_per_second: float
 
@@ -99,7 +83,7 @@ def tokenize_files(
     with _naming(output):
         with folder.making(part, journal_seconds, overwrite) as slices:
             if slices is None:
-                return _complete_line(output)
+                return complete_line(output)
             bytes_before = slices.progress.counts.get("text_bytes", 0)
             if not slices.progress.complete:
                 _encode(slices, mine, settings, workers if mine else 1, progress)
@@ -131,20 +115,12 @@ def merge_parts(
 def _merge(folder: OutputFolder, started: float, encoded: int) -> Summary | str:
     totals = folder.assemble()
     if totals is None:
-        return _complete_line(folder.plan.folder)
-    if not any(totals.shards):
+        return complete_line(folder.plan.folder)
+    if not any(totals.shards.values()):
         files = count(len(folder.plan.files), "file")
         raise CorpusError(f"--input holds no text in {files}; check --input and --text_field")
     seconds = time.monotonic() - started
-    splits = [
-        SplitSummary(name, len(shards), *(sum(getattr(shard, key) for shard in shards) for key in _TOTALS))
-        for name, shards in zip(folder.plan.splits, totals.shards, strict=True)
-    ]
-    return Summary(splits, totals.counts, seconds, encoded / max(seconds, 1e-9))
-
-
-def _complete_line(output: Path) -> str:
-    return f"{output} is complete already, from the same inputs and options: nothing to do"
+    return Summary(totals, seconds, encoded / max(seconds, 1e-9))
 
 
 def _encode(
@@ -175,40 +151,26 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 def _plan(files: Sequence[InputFile], output: Path, settings: EncoderSettings, shard_size: int) -> FolderPlan:
-    return FolderPlan(
-        folder=output,
-        files=tuple(files),
-        tokenizer_path=settings.tokenizer_path,
-        tokenizer_hash=tokenizer_hash(settings.tokenizer_path),
-        vocab_size=vocabulary_size(load_tokenizer(settings.tokenizer_path)),
-        shard_size=shard_size,
-        options={
-            "script": "preprocessing/tokenize_corpus.py",
-            "text_field": settings.layout.text_field,
-            "document_separator": settings.layout.separator,
-            "keep_fields": list(settings.layout.keep_fields) or None,
-            "targets": None if settings.layout.targets == "all" else settings.layout.targets,
-            "other_files": settings.other_files,
-            "validation_fraction": settings.validation_fraction,
-            "shard_size": shard_size,
-            **roles_to_record(settings.tokenizer_path, settings.special_tokens),
-        },
-        splits=("train", "validation") if settings.validation_fraction else ("",),
-        skip_bad_lines=settings.skip_bad_lines,
-    )
+    layout = settings.layout
+    given = {
+        "script": "preprocessing/tokenize_corpus.py",
+        "text_field": layout.text_field,
+        "document_separator": layout.separator,
+        "keep_fields": list(layout.keep_fields) or None,
+        "targets": None if layout.targets == "all" else layout.targets,
+        "other_files": settings.other_files,
+        "validation_fraction": settings.validation_fraction,
+    }
+    made_with = (settings.tokenizer_path, settings.special_tokens, shard_size)
+    return FolderPlan(output, files, *made_with, given, settings.skip_bad_lines)
 
 
 def print_summary(summary: Summary) -> None:
     """The lines that end a run."""
-    for split in summary.splits:
-        per_word = split.tokens / max(split.words, 1)
-        print(
-            f"{split.name or 'total'}: {count(split.documents, 'document')}, {count(split.words, 'word')}, "
-            f"{count(split.tokens, 'token')} ({per_word:.3f} tokens per word) in {count(split.shards, 'shard')}"
-        )
-        if not split.documents:
-            print(f"warning: no document fell into {split.name}; raise --validation_fraction", file=sys.stderr)
-    counts = summary.counts
+    print("\n".join(summary.totals.lines()))
+    for empty in (name for name, shards in summary.totals.shards.items() if not shards):
+        print(f"warning: no document fell into {empty}; raise --validation_fraction", file=sys.stderr)
+    counts = summary.totals.counts
     empty, bad = count(counts["empty_documents"], "empty document"), count(counts["bad_lines"], "malformed line")
     print(f"dropped: {empty}, {bad}")
     if counts["special_tokens"]:

@@ -99,13 +99,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def cheap_tokenizing(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For some hundred runs of tokenize_corpus: the tokenizer is loaded once, and nothing waits for the disk."""
     import data.shards
-    from preprocessing import tokenize_corpus, tokenize_pool
+    from preprocessing import resumable_output, tokenize_pool
     from preprocessing.tokenizer import load_tokenizer
 
     tokenizer, digest = load_tokenizer(tokenizer_path), data.shards.tokenizer_hash(tokenizer_path)
-    for module in (tokenize_corpus, tokenize_pool):
+    for module in (resumable_output, tokenize_pool):
         monkeypatch.setattr(module, "load_tokenizer", lambda path: tokenizer)
-    monkeypatch.setattr(tokenize_corpus, "tokenizer_hash", lambda path: digest)
+    monkeypatch.setattr(resumable_output, "tokenizer_hash", lambda path: digest)
     monkeypatch.setattr(data.shards.os, "fsync", lambda descriptor: None)  # slow, and nothing here loses its power
 
 

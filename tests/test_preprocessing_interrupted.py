@@ -105,7 +105,7 @@ def test_encoded_slices_are_not_encoded_again(corpus, tokenizer_path, tmp_path, 
     assert total - sum(encoded[:39]) <= sum(chunks) < total - sum(encoded[:30])
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert summary is not None
-    assert summary.counts["text_bytes"] == total  # totals are of the folder, not of the last run
+    assert summary.totals.counts["text_bytes"] == total  # totals are of the folder, not of the last run
 
 
 @pytest.mark.parametrize(("owner", "name"), [(slices, "write_atomically"), (ShardWriter, "append")])

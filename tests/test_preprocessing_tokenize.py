@@ -45,9 +45,9 @@ def test_round_trip_of_any_text(tokenizer_path, texts):
         summary = tokenize(folder / "x.jsonl", folder / "out", tokenizer_path)
         assert decoded(folder / "out") == kept
         assert summary is not None
-        assert summary.counts["empty_documents"] == len(texts) - len(kept)
-        assert summary.splits[0].words == sum(len(text.split()) for text in kept)
-        assert summary.counts["special_tokens"] == 0
+        assert summary.totals.counts["empty_documents"] == len(texts) - len(kept)
+        assert sum(shard.words for shard in summary.totals.shards[""]) == sum(len(text.split()) for text in kept)
+        assert summary.totals.counts["special_tokens"] == 0
         assert min(min(ids) for ids in stored(folder / "out")) >= len(SPECIAL_TOKENS)
 
 
@@ -76,7 +76,7 @@ def test_ids_match_the_tokenizers_library_and_manifest_matches_shards(corpus, to
         if number < len(manifest["shards"]) - 1:  # a shard ends with the document that fills it
             assert shard.num_tokens >= 2000 > shard.num_tokens - len(shard.document(shard.num_documents - 1))
     assert summary is not None
-    assert summary.splits[0].shards == len(manifest["shards"]) > 10
+    assert len(summary.totals.shards[""]) == len(manifest["shards"]) > 10
     leftover = set(os.listdir(tmp_path / "out")) - {entry["file"] for entry in manifest["shards"]}
     assert leftover == {"manifest.json", "tokenizer.json"}
 
@@ -124,7 +124,7 @@ def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
     assert stored(tmp_path / "out") == [[16, 65535, 65536, 66015, 0], [17]]
     assert open_shard(tmp_path / "out" / "shard_00000.shard").dtype == np.uint32
     assert summary is not None
-    assert summary.counts["special_tokens"] == 1
+    assert summary.totals.counts["special_tokens"] == 1
 
 
 # The validation split
