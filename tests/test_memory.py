@@ -17,6 +17,7 @@ from model_extra import build_model
 from training import step
 from training.config import ConfigError, TrainingConfig, parse_config
 from training.distributed import single_world
+from training.forward_backward import ForwardBackward
 from training.inputs import make_plan, read_inputs
 from training.state import TrainState
 from training.summary import memory_estimate
@@ -146,6 +147,20 @@ def test_the_largest_micro_batch_is_found_by_trying(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(step, "warm_up", lacking(0))
     with pytest.raises(ConfigError, match="not even a row fits into the device"):
         step.fit_micro_batch(state, read, "rows")
+
+    def capture(*_: object) -> None:  # whose end fails because its middle did
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("use_count > 0")
+
+    monkeypatch.setattr(step, "warm_up", real)
+    monkeypatch.setattr(ForwardBackward, "_capture", capture)
+    state.forward_backward.captures = True
+    with pytest.raises(ConfigError, match="not even a row"), pytest.warns(UserWarning, match="without CUDA graphs"):
+        step.fit_micro_batch(state, read, "rows")
+    state.forward_backward.captures = False
+    monkeypatch.setattr(step, "warm_up", lacking(0))
     monkeypatch.setattr(step, "device_bytes", lambda device: 2**22)
     tried.clear()
     monkeypatch.setattr(step, "warm_up", lacking(64))

@@ -267,7 +267,9 @@ class ForwardBackward:
             try:
                 return self._capture(own, slots)
             except RuntimeError as error:  # not kept: its traceback holds all of the capture's memory
-                reason, out_of_memory = str(error).splitlines()[0], isinstance(error, torch.OutOfMemoryError)
+                reason, out_of_memory = str(error).splitlines()[0], _lacks_memory(error)
+            if out_of_memory:  # and a pool without a graph is no more
+                break
         warnings.warn(f"micro-steps run without CUDA graphs, slower for short rows: {reason}", stacklevel=2)
         self.captures = False
         self.lacks_memory = out_of_memory
@@ -299,7 +301,8 @@ class ForwardBackward:
         """torch.cuda.graph, but it neither waits for the device, which goes on with the steps before, nor empties the
         allocator's cache. Other threads, such as the loader's, may do as they like meanwhile."""
         self._stream = self._stream or torch.cuda.Stream(self._device)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if self._pool is None or not self._graphs:  # a pool goes with the last of its graphs
+            self._pool = torch.cuda.graph_pool_handle()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
@@ -325,6 +328,11 @@ class _Graph:
             self.batch.tokens[rows:].fill_(PADDING)
             self.batch.mask_counts[rows:].zero_()
         self.graph.replay()
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came of (the end of a capture fails too), says that memory was short."""
+    return error is not None and (isinstance(error, torch.OutOfMemoryError) or _lacks_memory(error.__context__))
 
 
 def _room(tensor: torch.Tensor | None, rows: int) -> torch.Tensor | None:
