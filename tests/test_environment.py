@@ -37,7 +37,6 @@ SLURM = {
     "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     "SLURM_NODEID": "1",
-    "SLURM_GPUS_ON_NODE": "4",
 }
 REQUIRED = {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_JOB_NODELIST"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
@@ -70,7 +69,7 @@ def test_slurm(monkeypatch):
     assert found.master_addr == "gpu03"
     assert 20000 <= found.master_port < 32768
     assert found.restart_count == 2
-    assert (found.local_world_size, found.node_rank, found.gpus_on_node, found.end_time) == (4, 1, 4, None)
+    assert (found.local_world_size, found.node_rank, found.end_time) == (4, 1, None)
     other = read_environment({**SLURM, "SLURM_JOB_ID": "123457"})
     assert other.master_port != found.master_port  # two jobs on one node do not collide
 
@@ -132,8 +131,8 @@ def test_batch_script_is_not_a_rank():
 
 def test_job_of_an_array_and_its_end():
     array = {"SLURM_ARRAY_JOB_ID": "123456", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_END_TIME": "1795236532"}
-    found = read_environment({**SLURM, **array, "SLURM_GPUS_ON_NODE": "h100:2"})
-    assert (found.job_id, found.end_time, found.gpus_on_node) == ("123456_3", 1795236532.0, 2)
+    found = read_environment({**SLURM, **array})
+    assert (found.job_id, found.end_time) == ("123456_3", 1795236532.0)
 
 
 def test_one_process_inside_a_job():

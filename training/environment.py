@@ -30,8 +30,8 @@ class Environment:
     """This process's rank in a distributed job.
 
     launcher: "slurm", "torchrun" or "none" (one process). rank: 0 .. world_size-1. local_rank: number of the process
-    on its node, of local_world_size there. node_rank: number of the node, of `nodes`. gpus_on_node: what SLURM gave the
-    job on this node, None where it does not say. master_addr, master_port: where rank 0 listens.
+    on its node, of local_world_size there. node_rank: number of the node, of `nodes`. master_addr, master_port: where
+    rank 0 listens.
 
     job_id: SLURM's name of the job, "123" or "123_4" in an array, also under torchrun and for one process inside a
     job; None outside. restart_count: how often it has been started again, by SLURM (requeues) or by the job script
@@ -46,7 +46,6 @@ class Environment:
     local_world_size: int = 1
     nodes: int = 1
     node_rank: int = 0
-    gpus_on_node: int | None = None
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
     job_id: str | None = None
@@ -119,12 +118,6 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def _gpus_on_node(variables: Mapping[str, str]) -> int | None:
-    """SLURM_GPUS_ON_NODE, which some versions write as "gpu:4" or with a type as "h100:4"."""
-    text = variables.get("SLURM_GPUS_ON_NODE", "").split(":")[-1]
-    return int(text) if text.isdigit() else None
-
-
 def _job(variables: Mapping[str, str]) -> dict[str, Any]:
     """Fields of the job that this process is in; none outside jobs."""
     job_id = variables.get("SLURM_JOB_ID")
@@ -138,7 +131,6 @@ def _job(variables: Mapping[str, str]) -> dict[str, Any]:
         "job_id": job_id,
         "restart_count": max(requeues, _integer(variables, RESTARTS, 0)),
         "requeues": requeues,
-        "gpus_on_node": _gpus_on_node(variables),
         "end_time": float(end) if end.isdigit() else None,
     }
 
