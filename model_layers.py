@@ -211,11 +211,7 @@ class Encoder(nn.Module):
         return Attention
 
     def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None,
-        metadata: Sequence[AttentionMetadata],
-        states: DropoutStates | None,
+        self, x: Tensor, positions: Tensor | None, metadata: Sequence[AttentionMetadata], states: DropoutStates | None
     ) -> Tensor:
         """Embedded words [B, T, D] -> hidden [B, T, D]; the other arguments are those of `Attention.forward`, metadata
         for each layer."""

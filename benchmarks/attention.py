@@ -157,11 +157,11 @@ def main() -> int:
     """Entry point."""
     parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--seq_length", type=int, nargs="+", default=[128, 256, 512], help="row lengths in tokens")
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens in all (default: 32768)")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens in all")
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--head_dim", type=int, default=64)
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--repetitions", type=int, default=30, help="of each measurement (default: 30)")
+    parser.add_argument("--repetitions", type=int, default=30, help="of each measurement")
     parser.add_argument("--skip", nargs="*", default=[], help="methods to leave out")
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()

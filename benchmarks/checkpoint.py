@@ -83,7 +83,7 @@ def main() -> int:
     parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--config", default=str(_ROOT / "configs/base.json"), help="model configuration")
     parser.add_argument("--folder", default=None, help="where to write (default: a temporary folder)")
-    parser.add_argument("--repetitions", type=int, default=5, help="of each measurement (default: 5)")
+    parser.add_argument("--repetitions", type=int, default=5, help="of each measurement")
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

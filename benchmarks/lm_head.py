@@ -167,7 +167,7 @@ def main() -> int:
     parser.add_argument("--targets", type=int, nargs="+", default=[6656, 32768], help="targets in a micro-batch")
     parser.add_argument("--vocabulary", type=int, default=16384)
     parser.add_argument("--hidden_size", type=int, default=768)
-    parser.add_argument("--repetitions", type=int, default=30, help="of each measurement (default: 30)")
+    parser.add_argument("--repetitions", type=int, default=30, help="of each measurement")
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()
     if not has_cuda():

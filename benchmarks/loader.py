@@ -258,7 +258,7 @@ def main() -> int:
     """Entry point."""
     parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--tokens", type=int, default=1_000_000_000, help="size of the corpus in tokens (default: 1e9)")
-    parser.add_argument("--mean_length", type=int, default=500, help="mean document length in tokens (default: 500)")
+    parser.add_argument("--mean_length", type=int, default=500, help="mean document length in tokens")
     parser.add_argument(
         "--shards", type=int, nargs="*", default=[], help="numbers of shards to compare (default: none)"
     )

@@ -103,9 +103,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point."""
     parser = Parser(__doc__)
     parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="folder for results and the run")
-    parser.add_argument("--low", type=float, default=1e-5, metavar="RATE", help="where the rate begins (default: 1e-5)")
+    parser.add_argument("--low", type=float, default=1e-5, metavar="RATE", help="where the rate begins")
     parser.add_argument("--high", type=float, default=1.0, metavar="RATE", help="where it ends (default: 1)")
-    parser.add_argument("--steps", type=int, default=400, metavar="N", help="steps of the run (default: 400)")
+    parser.add_argument("--steps", type=int, default=400, metavar="N", help="steps of the run")
     options, flags = parser.parse_known_args(arguments)
     if not 0 < options.low < options.high:
         parser.error(f"--low is {options.low:g} and --high {options.high:g}; give rates above 0, the lower one first")

@@ -98,7 +98,7 @@ def main() -> int:
     """Entry point."""
     parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--config", default=str(_ROOT / "configs/base.json"), help="model configuration")
-    parser.add_argument("--repetitions", type=int, default=50, help="of each measurement (default: 50)")
+    parser.add_argument("--repetitions", type=int, default=50, help="of each measurement")
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()
     if not has_cuda():

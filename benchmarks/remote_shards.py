@@ -163,12 +163,12 @@ def measure_stall(url: str, cache: ShardCache, pipe: Connection, options: argpar
 def main() -> int:
     """Entry point."""
     parser = Parser((__doc__ or "").split("\n")[0])
-    parser.add_argument("--megabytes", type=int, default=800, help="of shards of 16 MB (default: 800)")
-    parser.add_argument("--link", type=float, default=100, help="MB a second (default: 100)")
-    parser.add_argument("--latency", type=float, default=0.05, help="seconds before each answer (default: 0.05)")
+    parser.add_argument("--megabytes", type=int, default=800, help="of shards of 16 MB")
+    parser.add_argument("--link", type=float, default=100, help="MB a second")
+    parser.add_argument("--latency", type=float, default=0.05, help="seconds before each answer")
     parser.add_argument("--stall", type=float, default=10, help="seconds of silence (default: 10; 0: not tried)")
     parser.add_argument("--use", type=float, default=0.1, help="part of the link that the loader's rows need (0.1)")
-    parser.add_argument("--rounds", type=int, default=3, help="times all is fetched (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="times all is fetched")
     parser.add_argument("--output", default="", help="JSON file for the results")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")

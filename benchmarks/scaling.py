@@ -142,13 +142,11 @@ def main() -> int:
     """Entry point."""
     parser = Parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--config", default=str(_ROOT / "configs/base.json"), help="model configuration")
-    parser.add_argument("--seq_length", type=int, default=128, help="row length in tokens (default: 128)")
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens per micro-batch and GPU (default: 32768)")
-    parser.add_argument(
-        "--accumulation", type=int, nargs="+", default=[4], help="micro-batches per step and GPU (default: 4)"
-    )
-    parser.add_argument("--steps", type=int, default=30, help="steps per case (default: 30)")
-    parser.add_argument("--skip", type=int, default=10, help="steps not counted (default: 10)")
+    parser.add_argument("--seq_length", type=int, default=128, help="row length in tokens")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens per micro-batch and GPU")
+    parser.add_argument("--accumulation", type=int, nargs="+", default=[4], help="micro-batches per step and GPU")
+    parser.add_argument("--steps", type=int, default=30, help="steps per case")
+    parser.add_argument("--skip", type=int, default=10, help="steps not counted")
     parser.add_argument("--ranks", type=int, default=0, help="GPUs to use (default: all that are visible)")
     parser.add_argument("--split", nargs="+", default=["rows"], choices=["rows", "ranks"], help="--hybrid_split")
     parser.add_argument(

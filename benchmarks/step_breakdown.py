@@ -94,7 +94,7 @@ def _mark(function: Callable[..., Any], part: str) -> Callable[..., Any]:
 def main() -> int:
     """Entry point."""
     parser = Parser((__doc__ or "").split("\n")[0], epilog="All other flags are those of train_single_gpu.py.")
-    parser.add_argument("--max_steps", type=int, default=6, help="steps to train (default: 6)")
+    parser.add_argument("--max_steps", type=int, default=6, help="steps to train")
     options, flags = parser.parse_known_args()
     if not torch.cuda.is_available():
         print("error: no CUDA device to profile", file=sys.stderr)

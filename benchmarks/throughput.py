@@ -154,17 +154,17 @@ def matmul_flops(size: int = 8192) -> float:
 def main() -> int:
     """Entry point."""
     parser = Parser((__doc__ or "").split("\n")[0])
-    parser.add_argument("--config", default="base", help="preset in configs/, or a model configuration (default: base)")
+    parser.add_argument("--config", default="base", help="preset in configs/, or a model configuration")
     parser.add_argument("--seq_length", type=int, nargs="+", default=[128, 256, 512], help="row lengths in tokens")
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens per micro-batch (default: 32768)")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens per micro-batch")
     parser.add_argument(
         "--document_length", type=int, default=400,
-        help="mean length of documents in tokens (default: 400); attention stays inside them, so take that of your "
+        help="mean length of documents in tokens; attention stays inside them, so take that of your "
         "texts for long rows",
     )  # fmt: skip
-    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches per step (default: 4)")
-    parser.add_argument("--steps", type=int, default=30, help="steps per case (default: 30)")
-    parser.add_argument("--skip", type=int, default=10, help="steps not counted (default: 10)")
+    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches per step")
+    parser.add_argument("--steps", type=int, default=30, help="steps per case")
+    parser.add_argument("--skip", type=int, default=10, help="steps not counted")
     parser.add_argument("--device", default="auto", help="as for train_single_gpu.py")
     parser.add_argument(
         "--variant",

@@ -18,6 +18,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,22 @@ _SHIPPED = tuple(f"{name}_gpt_bert.py" for name in ("attention", "base", "config
 
 class ExportError(ValueError):
     """The folder cannot be written or uploaded; the message is one sentence with the remedy."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is exported and how. ema: the averaged weights, or a further average by its name. name: how the model card
+    calls the model (default: the run's name). native: as a class of transformers' own. sentences: also as a model of
+    sentence-transformers."""
+
+    ema: bool | str = False
+    name: str = ""
+    stated: Stated = NOTHING_STATED
+    native: bool = False
+    sentences: bool = False
+
+
+DEFAULTS = Choices()
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -117,14 +134,13 @@ def write_and_push(options: argparse.Namespace) -> None:
     if options.push and not to_git:
         check_hub(options.push)
     name = "" if to_git else options.push
-    also = options.sentence_transformers
-    chosen = (options.model, options.output, options.ema, name, stated, options.native, also)
+    chosen = Choices(options.ema, name, stated, options.native, options.sentence_transformers)
     if options.all_checkpoints:
-        revisions = export_all(*chosen)
+        revisions = export_all(options.model, options.output, chosen)
         names = [branch for revision in revisions for branch in revision.names]
         print(f"{options.output} is a git repository; branches: {', '.join(names)}; main is the last")
     else:
-        export(*chosen)
+        export(options.model, options.output, chosen)
     how = "needs no code of ours" if options.native else "loads it with trust_remote_code=True"
     print(f"{options.output} is ready: transformers {how}", flush=True)
     if options.push:
@@ -132,72 +148,41 @@ def write_and_push(options: argparse.Namespace) -> None:
         print(f"uploaded to {address or push(options.output, options.push, say=print)}")
 
 
-def export(
-    model_path: str | Path,
-    output: Path,
-    ema: bool | str = False,
-    name: str = "",
-    stated: Stated = NOTHING_STATED,
-    native: bool = False,
-    sentences: bool = False,
-) -> None:
-    """Write `output`, whole or not at all. name: how the model card calls the model (default: the run's name).
-
-    sentences: also as a model of sentence-transformers.
-    Raises ExportError, CheckpointError or ModelConfigError.
-    """
+def export(model_path: str | Path, output: Path, chosen: Choices = DEFAULTS) -> None:
+    """Write `output`, whole or not at all. Raises ExportError, CheckpointError or ModelConfigError."""
     check_output(output)
     with writing(output) as (temporary, finish):
-        _export_into(temporary, model_path, ema, name, name or output.name, stated, native, sentences)
+        _export_into(temporary, model_path, chosen, chosen.name or output.name)
         finish(temporary)
 
 
-def export_all(
-    run: str | Path,
-    output: Path,
-    ema: bool | str = False,
-    name: str = "",
-    stated: Stated = NOTHING_STATED,
-    native: bool = False,
-    sentences: bool = False,
-) -> list[Revision]:
+def export_all(run: str | Path, output: Path, chosen: Choices = DEFAULTS) -> list[Revision]:
     """Write `output`, a git repository with a branch for each checkpoint of a run, whole or not at all.
 
     Raises ExportError, GitError, CheckpointError or ModelConfigError.
     """
     check_output(output)
-    revisions = find_revisions(Path(run))
-    place = name or output.name
+    revisions, place = find_revisions(Path(run)), chosen.name or output.name
     with writing(output) as (temporary, finish):
-        options = (ema, name, place, stated, native, sentences)
-        write_revisions(temporary, revisions, lambda path, to: _export_into(to, path, *options))
+        write_revisions(temporary, revisions, lambda path, to: _export_into(to, path, chosen, place))
         finish(temporary)
     return revisions
 
 
-def _export_into(
-    folder: Path,
-    model_path: str | Path,
-    ema: bool | str,
-    name: str,
-    place: str,
-    stated: Stated,
-    native: bool,
-    sentences: bool,
-) -> None:
-    """All files of an exported model; `name` and `place` are those of the model card."""
+def _export_into(folder: Path, model_path: str | Path, chosen: Choices, place: str) -> None:
+    """All files of an exported model, which the model card's examples find at `place`."""
     if is_exported(Path(model_path)):
         raise ExportError(f"MODEL {model_path} is an exported folder already; give the run or checkpoint, or copy it")
     checkpoint = locate(model_path)
-    model, tokenizer, _ = load_model(checkpoint.path, ema=ema)
+    model, tokenizer, _ = load_model(checkpoint.path, ema=chosen.ema)
     if not isinstance(model, LTGBert):
         raise ExportError(f"MODEL {checkpoint.path} is a {model.config.model_type}, for which transformers has no code")
-    form = _form(model.config, checkpoint.path, native)
+    form = _form(model.config, checkpoint.path, chosen.native)
     special = load_special_tokens(checkpoint.path, tokenizer)
     special.require(("bos", "pad", "mask"), f"the tokenizer of {checkpoint.path}")
-    write_files(folder, checkpoint, model, special, ema, (name, place), stated, form)
-    if sentences:
-        write_sentence_files(folder, name or place)
+    write_files(folder, checkpoint, model, special, chosen, place, form)
+    if chosen.sentences:
+        write_sentence_files(folder, place)
 
 
 def _form(config: ModelConfig, path: Path, native: bool) -> NativeForm | None:
@@ -272,12 +257,11 @@ def write_files(
     checkpoint: Checkpoint,
     model: LTGBert,
     special: SpecialTokens,
-    ema: bool | str,
-    called: tuple[str, str],
-    stated: Stated,
+    chosen: Choices,
+    place: str,
     form: NativeForm | None,
 ) -> None:
-    """All files of an exported model; called: name and place for the model card. form: as `_form` returns it."""
+    """All files of an exported model; place: for the model card. form: as `_form` returns it."""
     from safetensors.torch import save_file
 
     tensors = {key: value.contiguous() for key, value in model.state_dict().items()}
@@ -286,7 +270,7 @@ def write_files(
     take_folder_mode(folder / "model.safetensors")
     text, note = adapt_tokenizer((checkpoint.path / "tokenizer.json").read_text(encoding="utf-8"), special)
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-    records = read_records(checkpoint, stated)
+    records = read_records(checkpoint, chosen.stated)
     flags = records.run.get("flags") or checkpoint.record.get("flags") or {}
     config = model.config.to_dict()
     roles = {f"{role}_token": token for role, token in special.tokens.items()}
@@ -304,9 +288,10 @@ def write_files(
     }
     for file, content in contents.items():
         (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    title = called[0] or flags.get("name") or checkpoint.path.name
+    title = chosen.name or flags.get("name") or checkpoint.path.name
     native = "" if form is None else form.TRANSFORMERS_CLASS
-    card = model_card(title, called[1], config, model.num_parameters(), special.tokens, ema, records, stated, native)
+    about = (config, model.num_parameters(), special.tokens, chosen.ema, records, chosen.stated, native)
+    card = model_card(title, place, *about)
     (folder / "README.md").write_text(card, encoding="utf-8")
     for file in _SHIPPED if form is None else ():
         shutil.copyfile(Path(__file__).with_name(file), folder / file)
@@ -362,10 +347,7 @@ def _token_ids(special: SpecialTokens) -> dict[str, int | None]:
 
 def generation_configuration(special: SpecialTokens) -> dict[str, Any]:
     """generation_config.json. As in evaluation/generate.py, no special token but </s> is ever written."""
-    return {
-        **_token_ids(special),
-        "suppress_tokens": sorted(set(special.special_ids) - {special.ids.get("eos")}),
-    }
+    return {**_token_ids(special), "suppress_tokens": sorted(set(special.special_ids) - {special.ids.get("eos")})}
 
 
 def tokenizer_configuration(longest: int) -> dict[str, Any]:

@@ -20,13 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops import nvrtc
-from ops.attention_metadata import (
-    LONGEST_WHOLE,
-    allowed_between,
-    attention_allowed,
-    document_numbers,
-    document_starts,
-)
+from ops.attention_metadata import LONGEST_WHOLE, allowed_between, attention_allowed, document_numbers, document_starts
 from ops.blocks import Span, in_blocks
 from ops.reference import reference_chosen
 from ops.rope_scaling import Rotary, attention_factor, frequencies
@@ -88,11 +82,7 @@ def rotary_tables(rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rope_metadata(
-    document_ids: Tensor,
-    causal: bool | Tensor,
-    rotary: Rotary,
-    dtype: torch.dtype,
-    sizes: VarlenSizes | None = None,
+    document_ids: Tensor, causal: bool | Tensor, rotary: Rotary, dtype: torch.dtype, sizes: VarlenSizes | None = None
 ) -> RopeAttentionMetadata:
     """Metadata for `rope_attention` from document_ids int64 [B, T] (-1: padding) and causal, a bool, bool [B] or, which
     no variable-length kernel knows, int [B, T] as in `allowed_between`.

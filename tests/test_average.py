@@ -11,7 +11,7 @@ from helpers.tiny_runs import flags, make_inputs, refusal
 
 from evaluation.average import main
 from export.load_model import load_model
-from export.to_huggingface import export
+from export.to_huggingface import Choices, export
 from train_single_gpu import main as train
 from training.checkpoint import locate, open_checkpoint, read_initial_weights, write_checkpoint
 from training.metric_logger import read_metrics
@@ -89,7 +89,7 @@ def test_averages_that_a_run_keeps_are_those_of_its_checkpoints(tmp_path: Path, 
     for name in (*names, "ema_tail"):
         a, b = again.tensors(name), open_checkpoint(tmp_path / "gone_6").tensors(name)
         assert all(torch.equal(a[key], b[key]) for key in b), name
-    export(run, tmp_path / "exported", ema="0.25")
+    export(run, tmp_path / "exported", Choices(ema="0.25"))
     exported, expected = load_model(tmp_path / "exported")[0].state_dict(), again.tensors("ema_0.25")
     assert all(torch.equal(exported[key], expected[key]) for key in expected)
     card = (tmp_path / "exported" / "README.md").read_text()

@@ -89,10 +89,7 @@ class Checkpoint:
 
 
 def read_tensors(
-    folder: Path,
-    name: str,
-    device: str | torch.device = "cpu",
-    wanted: Callable[[str], bool] = lambda name: True,
+    folder: Path, name: str, device: str | torch.device = "cpu", wanted: Callable[[str], bool] = lambda name: True
 ) -> dict[str, torch.Tensor]:
     """The `wanted` tensors of `folder/NAME.safetensors`, or of the parts in its index. Raises OSError, ValueError and
     SafetensorError."""

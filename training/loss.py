@@ -44,10 +44,7 @@ class LossWeights:
 
 
 def loss_weights(
-    rows: Sequence[int],
-    targets: Sequence[float],
-    token_weighted: bool,
-    objectives: Sequence[Objective] = OBJECTIVES,
+    rows: Sequence[int], targets: Sequence[float], token_weighted: bool, objectives: Sequence[Objective] = OBJECTIVES
 ) -> LossWeights:
     """Weights for a global batch with `rows` and `targets` by objective, or what these weigh together.
 

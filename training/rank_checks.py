@@ -81,10 +81,7 @@ def check_same_model(model: nn.Module, world: World) -> None:
 
 
 def require_same(
-    values: Mapping[str, Any],
-    world: World,
-    remedy: str,
-    explain: Mapping[str, Callable[[Any], str]] | None = None,
+    values: Mapping[str, Any], world: World, remedy: str, explain: Mapping[str, Callable[[Any], str]] | None = None
 ) -> None:
     """Raises ConfigError on all ranks where one has other `values` (for JSON, by name) than rank 0.
 

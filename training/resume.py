@@ -10,14 +10,7 @@ from typing import Any
 
 from data.objectives import added_objectives
 from model import ModelConfig
-from training.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    clean,
-    find_newest,
-    locate,
-    set_aside,
-)
+from training.checkpoint import Checkpoint, CheckpointError, clean, find_newest, locate, set_aside
 from training.config import FIELDS, LATER_FLAGS, ConfigError, TrainingConfig, differences
 from training.distributed import World, on_main
 from training.environment import Environment
@@ -27,15 +20,7 @@ from training.optimizers import takes_over
 from training.preemption import register_attempt
 from training.run_dir import RunFolder, RunView, origin
 from training.schedules import OPEN_ENDED
-from training.status import (
-    ABANDONED,
-    FINISHED,
-    Attempt,
-    checkpoint_folders,
-    list_checkpoints,
-    newest_step,
-    read_status,
-)
+from training.status import ABANDONED, FINISHED, Attempt, checkpoint_folders, list_checkpoints, newest_step, read_status
 
 _WITHOUT_WEIGHTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")  # of a model: a branch may change them
 

@@ -108,10 +108,7 @@ def unbreakable(*streams: TextIO) -> Iterator[None]:
                 os.dup2(nowhere.fileno(), stream.fileno())
 
 
-_SHOWN = (
-    *((name, f"train/{name}_loss") for name in KNOWN_NAMES),
-    ("lr", "stats/learning_rate"),
-)
+_SHOWN = (*((name, f"train/{name}_loss") for name in KNOWN_NAMES), ("lr", "stats/learning_rate"))
 
 
 class Console(Sink):

@@ -192,7 +192,7 @@ def main() -> int:
     parser.add_argument("--data", help="folder of tokenizer and shards", **paths)
     parser.add_argument("--pairs", help=f"folder that holds {' and '.join(_SETS)}", **paths)
     parser.add_argument("--seeds", nargs="+", type=int, default=[42, 43, 44], metavar="SEED", help="default: 42 43 44")
-    parser.add_argument("--per_gpu", type=int, default=1, metavar="N", help="runs at once on a GPU (default: 1)")
+    parser.add_argument("--per_gpu", type=int, default=1, metavar="N", help="runs at once on a GPU")
     parser.add_argument("--output", help="folder of run folders, logs and results", **paths)
     parser.add_argument("--results", nargs="+", default=[], help="files of collected results, for the table", **paths)
     parser.add_argument("--plot", help="picture of the table", **paths)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from export.to_huggingface import export
+from export.to_huggingface import Choices, export
 from helpers.tiny_runs import TEXT, train_on
 from model import LTGBert, ModelConfig
 from model_extra import build_model
@@ -79,7 +79,7 @@ def make_run(run: Path) -> Path:
 def make_exported(folder: Path, form: str, sentences: bool = False, **sizes: int) -> tuple[LTGBert, Path]:
     """A random model and its exported folder."""
     model = random_model(form, **sizes)
-    export(make_checkpoint(folder / form, model), folder / form / f"exported-{form}", sentences=sentences)
+    export(make_checkpoint(folder / form, model), folder / form / f"exported-{form}", Choices(sentences=sentences))
     return model, folder / form / f"exported-{form}"
 
 
