@@ -300,7 +300,7 @@ def _slice(total: int, index: int, parts: int) -> tuple[int, int]:
 
 
 def rows_of_rank(plan: StepPlan, rank: int, world_size: int, split: str) -> list[RowRange]:
-    """The rows of `plan` that `rank` trains on: at most one range per objective, in the table's order.
+    """The rows of `plan` that `rank` trains on: a range per objective at most, in the table's order, causal ones last.
 
     All ranks together hold every row once; their numbers of rows differ by at most one. `split` is `rows` or `ranks`
     (from `resolve_split`).
@@ -316,4 +316,4 @@ def rows_of_rank(plan: StepPlan, rank: int, world_size: int, split: str) -> list
     else:
         begin, end = (plan.among(row) for row in _slice(plan.rows, rank, world_size))
         ranges = [RowRange(number, *bounds) for number, bounds in enumerate(zip(begin, end, strict=True))]
-    return [each for each in ranges if len(each)]
+    return sorted(filter(len, ranges), key=lambda each: plan.objectives[each.objective].causal)

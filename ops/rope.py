@@ -32,24 +32,23 @@ VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool, int | None],
 
 @dataclass(frozen=True)
 class VarlenSizes:
-    """Of a batch, known on the host: how many rows are causal, and at most how many documents they and the others touch
-    (runs of one id in one row, padding included)."""
+    """Of a batch whose causal rows come last, known on the host: how many others and how many of these there are, and
+    at most how many documents each group touches (runs of one id in one row, padding included)."""
 
-    causal_rows: int
-    causal_documents: int
-    other_documents: int
+    rows: tuple[int, int]
+    documents: tuple[int, int]
 
 
 class VarlenMetadata(NamedTuple):
-    """Documents of a batch as runs of tokens, causal rows first.
+    """Documents of a batch as runs of tokens, causal rows last.
 
-    causal_rows: how many rows are causal. order, inverse: permutation [B] of the rows that brings these to the front,
-    and back; None where all rows agree. boundaries: where each document of the causal rows and of the others starts,
-    and where the last one ends: int32 [documents + 1], counted from the first token of its group. Where fewer documents
-    came than VarlenSizes allows for, the others are empty and come last.
+    other_rows: how many rows are not causal. order, inverse: permutation [B] of the rows that brings these to the
+    front, and back; None where they are there. boundaries: where each document of these rows and of the causal ones
+    starts, and where the last one ends: int32 [documents + 1], counted from the first token of its group. Where fewer
+    documents came than VarlenSizes allows for, the others are empty and come last.
     """
 
-    causal_rows: int
+    other_rows: int
     order: Tensor | None
     inverse: Tensor | None
     boundaries: tuple[Tensor, Tensor]
@@ -88,7 +87,7 @@ def rope_metadata(
     no variable-length kernel knows, int [B, T] as in `allowed_between`.
 
     `dtype` is that of the queries to come: it decides which kernel can be used. For a variable-length kernel the number
-    of documents is a shape: without `sizes` this waits for the device, to count them.
+    of documents is a shape: without `sizes`, which says that causal rows come last, this waits for the device.
     """
     device, (batch, length) = document_ids.device, document_ids.shape
     by_token = isinstance(causal, Tensor) and causal.ndim == 2
@@ -171,34 +170,34 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 def varlen_metadata(document_ids: Tensor, causal: bool | Tensor, sizes: VarlenSizes | None = None) -> VarlenMetadata:
     """Split a batch into causal rows and others, and each group into documents (runs of one id in one row)."""
-    batch = document_ids.size(0)
-    if isinstance(causal, bool):
-        order, causal_rows = None, batch if causal else 0  # one group is empty, and no row moves
+    batch, order = document_ids.size(0), None
+    if sizes is not None:
+        other_rows, counts = sizes.rows[0], sizes.documents
     else:
-        order = causal.to(torch.int8).argsort(descending=True, stable=True)
-        causal_rows = int(causal.sum()) if sizes is None else sizes.causal_rows  # the sum waits for the device
-        order = order.to(document_ids.device) if 0 < causal_rows < batch else None
-    if order is not None:
-        document_ids = document_ids[order]
-    groups = (document_ids[:causal_rows], document_ids[causal_rows:])
-    inverse = None if order is None else order.argsort()
-    counts = (None, None) if sizes is None else (sizes.causal_documents, sizes.other_documents)
-    return VarlenMetadata(
-        causal_rows, order, inverse, (_boundaries(groups[0], counts[0]), _boundaries(groups[1], counts[1]))
-    )
+        counts = (None, None)
+        if isinstance(causal, bool):
+            other_rows = 0 if causal else batch  # one group is empty, and no row moves
+        else:
+            other_rows = batch - int(causal.sum())  # waits for the device
+            if 0 < other_rows < batch:
+                order = causal.to(torch.int8).argsort(stable=True).to(document_ids.device)
+                document_ids = document_ids[order]
+    groups = (document_ids[:other_rows], document_ids[other_rows:])
+    boundaries = (_boundaries(groups[0], counts[0]), _boundaries(groups[1], counts[1]))
+    return VarlenMetadata(other_rows, order, None if order is None else order.argsort(), boundaries)
 
 
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, metadata: VarlenMetadata, kernel: VarlenKernel, window: int | None = None
 ) -> Tensor:
-    """Context [B, T, H, d] by one call of `kernel` for the causal rows and one for the others; as `rope_attention`."""
+    """Context [B, T, H, d] by a call of `kernel` for the causal rows and one for the others; as `rope_attention`."""
     if metadata.order is not None and metadata.inverse is not None:
         query, key, value = (_Permuted.apply(x, metadata.order, metadata.inverse) for x in (query, key, value))
     value = value.to(query.dtype)
     parts = []
     for rows, boundaries, causal in (
-        (slice(None, metadata.causal_rows), metadata.boundaries[0], True),
-        (slice(metadata.causal_rows, None), metadata.boundaries[1], False),
+        (slice(None, metadata.other_rows), metadata.boundaries[0], False),
+        (slice(metadata.other_rows, None), metadata.boundaries[1], True),
     ):
         if boundaries.numel() > 1:  # the group has documents
             # [rows, T, H, d] -> [rows * T, H, d]: the kernel knows documents alone, and they never cross a row's end

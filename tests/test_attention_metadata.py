@@ -85,7 +85,7 @@ def test_document_is_a_run_of_one_id_in_every_metadata(ids: Tensor):
     assert torch.equal(allowed & real, same)
     assert torch.equal(attention_allowed(ids, torch.ones(batch, dtype=torch.bool)) & real, same.tril())
     assert allowed.diagonal(dim1=1, dim2=2).all(), "no row of scores is empty"
-    boundaries = varlen_metadata(ids, False).boundaries[1]
+    boundaries = varlen_metadata(ids, False).boundaries[0]
     document = torch.bucketize(torch.arange(batch * length), boundaries, right=True).view(batch, length)
     assert torch.equal((document[:, :, None] == document[:, None]) & real, same)
 

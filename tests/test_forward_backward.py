@@ -7,16 +7,23 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers.tiny_models import make_model
+from helpers.tiny_models import each_document_alone, make_model
 from helpers.tiny_runs import ROOT, flags, make_inputs, run, training_lines
 
 import train_single_gpu
 import training.state
 from data.loader import RowBatch
+from ops import rope
 from training import forward_backward, step
 from training.distributed import single_world
 from training.errors import USER
-from training.forward_backward import ForwardBackward, choose_rows, padded_targets, recompute_activations
+from training.forward_backward import (
+    ForwardBackward,
+    choose_rows,
+    padded_targets,
+    recompute_activations,
+    room_for_documents,
+)
 from training.gradients import GradientBuckets
 from training.status import read_status
 
@@ -43,42 +50,54 @@ def test_a_growing_batch_meets_few_sizes_and_little_padding():
     assert max(padding) < 1 / 32
     assert sum(padding) / len(padding) < 0.011
     assert choose_rows(1023, [1024]) == 1024
-    assert [choose_rows(rows, ()) for rows in range(1, 65)] == list(range(1, 65))
+    assert [choose_rows(rows, ()) for rows in range(65)] == list(range(65))
+
+
+@pytest.mark.parametrize("expected", [0, 1, 9, 100, 600])
+def test_documents_in_about_the_same_number_have_room_in_few_graphs(expected: int):
+    known: list[int] = []
+    for count in range(expected - expected // 8, expected + expected // 8 + 1):
+        known.append(room_for_documents(count, known))
+        assert count <= known[-1] <= count * 1.5 + 2 * (count > 0)
+    assert len(set(known)) <= 3
 
 
 class EagerGraph:
     """Stands where there is no GPU for a captured graph: a replay computes what it would."""
 
-    def __init__(self, steps: ForwardBackward, batch, slots: int):
-        self._loss = lambda: steps._forward(batch, slots)[0]
+    def __init__(self, steps: ForwardBackward, batch, key):
+        self._loss = lambda: steps._forward(batch, key)[0]
 
     def replay(self) -> None:
         self._loss().backward()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("masking", ["even", "random"])
-def test_rows_filled_up_with_padding_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masking: str):
-    """In a run whose batch and rows grow, and whose last micro-batch is any size."""
-    inputs = make_inputs(tmp_path / "inputs")
+@pytest.mark.parametrize(("masking", "positions"), [("even", "relative"), ("random", "rope")])
+def test_rows_filled_up_with_padding_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masking: str, positions: str
+):
+    """In a run whose batch and rows grow, and whose last micro-batch is any size; and room for documents that are not
+    there, with a stand-in for kernels that are launched by document."""
+    inputs = make_inputs(tmp_path / "inputs", position_embedding=positions)
     options = {"masking": masking, "max_steps": 20, "local_batch_size": 45, "global_batch_size": 128, "valid_path": ""}
     assert train_single_gpu.main(flags(inputs, tmp_path, "plain", **options), single_world) == 0
-    filled: list[int] = []
+    filled: list[tuple[int, int]] = []
     failed: list[int] = []
     held: list[weakref.ref] = []
 
-    def capture(self: ForwardBackward, own: RowBatch, slots: int):
+    def capture(self: ForwardBackward, own: RowBatch, key):
         assert not held or held[-1]() is None, "a failed capture's memory lives on"
         if len(own) not in failed:
             failed.append(len(own))
             part = own.tokens.clone()
             held.append(weakref.ref(part))
             raise RuntimeError("something would have to be compiled")
-        return forward_backward._Graph(EagerGraph(self, own, slots), own, [])  # type: ignore[arg-type]  # a stand-in
+        return forward_backward._Graph(EagerGraph(self, own, key), own, key.rows[0], [])  # type: ignore[arg-type]
 
-    def replay(self: forward_backward._Graph, batch: RowBatch) -> None:
-        filled.append(len(self.batch) - len(batch))
-        plain_replay(self, batch)
+    def replay(self: forward_backward._Graph, batch: RowBatch, first: int) -> None:
+        filled.append((self.first - first, len(self.batch) - self.first - len(batch) + first))
+        plain_replay(self, batch, first)
 
     plain_replay = forward_backward._Graph.replay
     monkeypatch.setattr(forward_backward._Graph, "replay", replay)
@@ -87,11 +106,14 @@ def test_rows_filled_up_with_padding_change_nothing(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(training.state, "compile_layers", lambda *_: None)
     monkeypatch.setattr(ForwardBackward, "_capture", capture)
     monkeypatch.setattr(GradientBuckets, "sum_replayed", lambda *_: None)
+    monkeypatch.setattr(rope, "obstacle", lambda *_: "")
+    monkeypatch.setattr(rope, "varlen_kernel", lambda: each_document_alone)
     assert train_single_gpu.main(flags(inputs, tmp_path, "padded", **options, compile=True), single_world) == 0
     plain, padded = training_lines(tmp_path / "plain"), training_lines(tmp_path / "padded")
     for key in ("train/loss", "train/accuracy", "stats/grad_norm"):
         assert [line[key] for line in padded] == pytest.approx([line[key] for line in plain], rel=2e-4), key
-    assert max(filled) > 2
+    assert max(others for others, _ in filled) > 2
+    assert (max(causal for _, causal in filled) > 0) == (positions == "rope")
     assert len(failed) > 2
 
 
@@ -126,9 +148,12 @@ def test_activations_computed_anew_give_the_same_gradients(kind: tuple[str, str]
 
 
 @pytest.mark.gpu
-def test_graphs_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "shape", [{}, {"model_type": "modernbert", "sliding_window": 5, "global_attn_every_n_layers": 2}]
+)
+def test_graphs_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: dict):
     """Row lengths, the share of masks, the batch's size and the last micro-batch's change on the way."""
-    inputs = make_inputs(tmp_path / "inputs", hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    inputs = make_inputs(tmp_path / "inputs", hidden_size=128, intermediate_size=256, num_attention_heads=4, **shape)
     losses, norms = [], []
     for name, reference, compiled, anew in (
         ("plain", "graphs", False, "none"),

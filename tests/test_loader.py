@@ -87,8 +87,8 @@ def test_host_document_counts_are_upper_bounds(corpus, step, local_batch_size):
     for batch in builder.step(step, 0, 1, "rows", local_batch_size).micro_batches(CPU):
         ids, sizes = batch.inputs(builder.options).document_ids, varlen_sizes(batch)
         runs = 1 + (ids[:, 1:] != ids[:, :-1]).sum(1)
-        assert sizes.causal_rows == int((batch.objective == CAUSAL).sum())
-        for objective, places in ((CAUSAL, sizes.causal_documents), (MASKED, sizes.other_documents)):
+        assert batch.objective.tolist() == [MASKED] * sizes.rows[0] + [CAUSAL] * sizes.rows[1]
+        for objective, places in zip((MASKED, CAUSAL), sizes.documents, strict=True):
             rows = batch.objective == objective
             assert (places > 0) == bool(rows.any())
             assert runs[rows].sum() <= places

@@ -347,10 +347,12 @@ def test_varlen_attention_matches_masked_attention(causal, expected: int | None)
         return torch.cat(parts)
 
     (query, key, value), ids, _ = rope_inputs()
-    metadata = rope.rope_metadata(ids, causal, Rotary(8, 10000.0), torch.float32)
     sizes, rows = None, torch.as_tensor(causal).expand(4)
-    if expected is not None:  # more documents than there are
-        sizes = rope.VarlenSizes(int(rows.sum()), expected * bool(rows.any()), expected * bool((~rows).any()))
+    if expected is not None:  # more documents than there are, and causal rows last
+        causal = rows = rows.sort().values
+        groups = int((~rows).sum()), int(rows.sum())
+        sizes = rope.VarlenSizes(groups, (expected * bool(groups[0]), expected * bool(groups[1])))
+    metadata = rope.rope_metadata(ids, causal, Rotary(8, 10000.0), torch.float32)
     varlen = metadata._replace(varlen=rope.varlen_metadata(ids, causal, sizes), kernel=kernel)
     weights = torch.randn(4, 19, 2, 8)
     results = []

@@ -10,7 +10,7 @@ from torch import Tensor
 from ops import attention, attention_metadata, blocks, dropout, rope
 from ops.dropout import DropoutKeys
 from ops.rope_scaling import Rotary, attention_factor, frequencies, ntk_theta
-from tests.helpers.tiny_models import make_model
+from tests.helpers.tiny_models import each_document_alone, make_model
 
 CPU = torch.device("cpu")
 LENGTH = 23
@@ -64,19 +64,6 @@ def by_definition(content: list[Tensor], ids: Tensor, causal: Tensor, rotary: Ro
             weights = torch.einsum("hd,jhd->jh", query[b, i], key[b, seen]) / math.sqrt(8)
             out.append(torch.einsum("jh,jhd->hd", weights.softmax(0), value[b, seen]))
     return torch.stack(out).view(query.shape).float()
-
-
-def each_document_alone(query, key, value, boundaries, longest, causal, window) -> Tensor:
-    """What a variable-length kernel does, with windows as flash attention counts them."""
-    before, after = rope._sides(causal, window)
-    parts = []
-    for start, end in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True):
-        ahead = torch.arange(end - start) - torch.arange(end - start)[:, None]
-        allowed = ((before < 0) | (ahead >= -before)) & ((after < 0) | (ahead <= after))
-        parts.append(
-            rope._masked_attention(query[None, start:end], key[None, start:end], value[None, start:end], allowed)
-        )
-    return torch.cat(parts, 1)[0]
 
 
 @pytest.mark.parametrize("rotary", [LOCAL, Rotary(8, 50.0)])

@@ -3,8 +3,9 @@
 A micro-step is more than a thousand kernels, many of them shorter than the time the host needs to launch them. A graph
 launches all of them at once. What changes from one replay to the next lies in tensors that are copied into the graph's
 own: tokens, keys, weights of targets. What decides the kernels is the key by which graphs are kept: the shape of the
-batch, whether masks are drawn, and the slots for targets in the head. Of each there are a few sizes: a batch that has
-fewer rows is filled up with padding, which has no targets, so that a growing batch meets a new shape now and then only.
+batch, whether masks are drawn, the slots for targets in the head, and with rotary positions, whose kernels are launched
+by document, the causal rows and the room for documents. Of each there are a few sizes: a batch that has fewer rows is
+filled up with padding, which has no targets, so that a growing batch meets a new shape now and then only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,16 +30,18 @@ from model_protocol import PretrainingModel
 from ops.attention_metadata import LONGEST_WHOLE
 from ops.nvrtc import cache_folder
 from ops.reference import reference_chosen
+from ops.rope import VarlenSizes
 from training.config import TrainingConfig
 from training.gradients import GradientBuckets
-from training.loss import hybrid_loss
+from training.loss import hybrid_loss, varlen_sizes
 
 _SIZES = 64  # of the head's slots for targets, between none and all positions
 _ROW_SIZES = 32  # of a batch, between a power of two and the next: on average 1 % of rows are padding
+_DOCUMENT_SIZES = 8  # of the room for documents, likewise
 _GRAPHS = 16  # kept; the one unused for longest goes first
 
 
-def graph_obstacle(config: TrainingConfig, model: ModelConfig, device: torch.device) -> str:
+def graph_obstacle(config: TrainingConfig, device: torch.device) -> str:
     """Why a run's micro-steps are not captured as CUDA graphs; "" where they are: compiled ones on CUDA devices."""
     if device.type != "cuda":
         return "they need a CUDA device"
@@ -50,8 +53,6 @@ def graph_obstacle(config: TrainingConfig, model: ModelConfig, device: torch.dev
         return "--data_fingerprint reads each batch's inputs, which a replay does not give"
     if config.sharding == "full":
         return "--sharding full frees memory that a graph would read"
-    if model.position_embedding == "rope":
-        return "kernels for rotary positions want the number of documents as a shape"
     return ""
 
 
@@ -64,9 +65,22 @@ def padded_targets(count: int, positions: int, known: Iterable[int]) -> int:
 
 def choose_rows(rows: int, known: Iterable[int]) -> int:
     """Rows of the CUDA graph that runs a batch of `rows`: of the `known` sizes, if one is little too large."""
-    unit = max(1, (1 << rows.bit_length() - 1) // _ROW_SIZES)
+    unit = _unit(rows, _ROW_SIZES)
     enough = [size for size in known if rows <= size < rows + unit]
     return min(enough) if enough else -(-rows // unit) * unit
+
+
+def room_for_documents(count: int, known: Iterable[int]) -> int:
+    """For how many documents a graph that runs a batch of `count` has room: of the `known` sizes, if one is little too
+    large. Each that is not there costs a few idle blocks of a kernel."""
+    unit = _unit(count, _DOCUMENT_SIZES)
+    enough = [room for room in known if count <= room <= count + 3 * unit]
+    return min(enough) if enough else (-(-count // unit) + 1) * unit if count else 0
+
+
+def _unit(count: int, sizes: int) -> int:
+    """Between sizes of `count`, where there are so many between a power of two and the next."""
+    return max(1, (1 << max(1, count).bit_length() - 1) // sizes)
 
 
 def activation_bytes(
@@ -124,7 +138,7 @@ def compile_layers(model: PretrainingModel, recomputed: Collection[nn.Module] = 
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     # Layers of three kinds (the first, with a window, without), in training and validation, of fixed and of varying
     # shape; beyond the limit, 8 where nobody says so, all would run uncompiled.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     # Inductor's advice to its own developers, of no use to ours.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
     for part in model.compiled_parts():
@@ -149,7 +163,7 @@ class ForwardBackward:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PretrainingModel,
         gradients: GradientBuckets,
         options: MaskingOptions,
         z_loss_weight: float,
@@ -163,11 +177,12 @@ class ForwardBackward:
         self._model, self._gradients, self._options, self._z_loss_weight = model, gradients, options, z_loss_weight
         self._device, self.mixed_precision, self.captures = device, mixed_precision, captures
         self._keeps_copies = keeps_copies
+        self._by_document = model.config.position_embedding == "rope"
         self.sums = torch.zeros(len(options.objectives), 4, dtype=torch.float64, device=device)
         self._weights = torch.zeros(len(options.objectives), device=device)
         self._step_key = torch.zeros((), dtype=torch.int64, device=device)
         self.lacks_memory = False  # for graphs
-        self._graphs: dict[tuple, _Graph] = {}
+        self._graphs: dict[_Key, _Graph] = {}
         self._compiled: set[int] = set()  # row lengths for which all should be compiled, so that they can be captured
         self._pool: Any = None  # memory that all graphs share, and the stream on which they are captured
         self._stream: torch.cuda.Stream | None = None
@@ -184,14 +199,14 @@ class ForwardBackward:
 
         last: of a step; gradients are then summed over ranks. counts: without, it is done for the other ranks alone.
         """
-        graph, slots = self._graph_of(batch) if self.captures and batch.targets.any() else (None, None)
+        graph = self._graph_of(batch) if self.captures and batch.targets.any() else None
         if graph is not None:
-            graph.replay(batch)
+            graph.replay(batch, self._sizes(batch).rows[0])
             if last:
                 self._gradients.sum_replayed(graph.marks)
             return None
         sums = self.sums.clone() if not counts else None
-        loss, inputs = self._forward(batch, slots)
+        loss, inputs = self._forward(batch)
         if sums is not None:
             self.sums.copy_(sums)
         with self._gradients.sync(last):
@@ -210,7 +225,7 @@ class ForwardBackward:
             for number, batch in enumerate(largest):
                 for part in (batch, batch.slice(0, len(batch) - 1)) if number == 0 and len(batch) > 2 else (batch,):
                     if part.targets.any():
-                        self._forward(part, None)[0].backward()
+                        self._forward(part)[0].backward()
             self._gradients.zero()
         if not self.captures:
             return
@@ -229,43 +244,53 @@ class ForwardBackward:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _key(self, batch: RowBatch) -> tuple:
-        """What decides the kernels of a batch: its graph's row length, inputs, number of rows, slots for targets."""
+    def _sizes(self, batch: RowBatch) -> VarlenSizes:
+        """Rows and documents of a batch that kernels tell apart: without rotary positions all rows are one group."""
+        if self._by_document:
+            return varlen_sizes(batch, self._options.objectives)
+        return VarlenSizes((len(batch), 0), (0, 0))
+
+    def _key(self, batch: RowBatch) -> _Key:
+        """What decides the kernels of a batch."""
         optional = (batch.origins, batch.target_weights, batch.scored, batch.ends)
         kind = (batch.tokens.shape[1], *(tensor is None for tensor in optional), batch.has_masks(self._options))
-        rows = choose_rows(len(batch), {rows for *other, rows, _ in self._graphs if tuple(other) == kind})
-        known = [slots for *other, slots in self._graphs if tuple(other) == (*kind, rows)]
-        # As many targets as full rows would have, so that batches of a few rows less have the same graph.
-        count = -(-int(batch.targets.sum()) * rows // len(batch))
-        return (*kind, rows, padded_targets(count, rows * (batch.tokens.shape[1] - 1), known))
+        sizes, known = self._sizes(batch), [key for key in self._graphs if key.kind == kind]
+        first, second = (choose_rows(size, {key.rows[n] for key in known}) for n, size in enumerate(sizes.rows))
+        known = [key for key in known if key.rows == (first, second)]
+        # As many documents and targets as full rows would have, so that batches of a few rows less have the same graph.
+        full = [-(-sizes.documents[n] * rows // max(1, sizes.rows[n])) for n, rows in enumerate((first, second))]
+        documents = [room_for_documents(count, {key.documents[n] for key in known}) for n, count in enumerate(full)]
+        known = [key.slots for key in known if key.documents == tuple(documents)]
+        count, rows = -(-int(batch.targets.sum()) * (first + second) // len(batch)), first + second
+        slots = padded_targets(count, rows * (batch.tokens.shape[1] - 1), known)
+        return _Key(kind, (first, second), (documents[0], documents[1]), slots)
 
-    def _graph_of(self, batch: RowBatch) -> tuple[_Graph | None, int]:
-        """The CUDA graph that runs a batch, None where it runs kernel by kernel, and the head's slots for targets."""
+    def _graph_of(self, batch: RowBatch) -> _Graph | None:
+        """The CUDA graph that runs a batch, None where it runs kernel by kernel."""
         key = self._key(batch)
         graph = self._graphs.pop(key, None) or self._try_capture(key, batch)
         if graph is not None:
             self._graphs[key] = graph  # now the newest
             if len(self._graphs) > _GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
-        return graph, min(key[-1], batch.tokens[:, 1:].numel())
+        return graph
 
-    def _try_capture(self, key: tuple, batch: RowBatch) -> _Graph | None:
+    def _try_capture(self, key: _Key, batch: RowBatch) -> _Graph | None:
         """The graph of `key`; None where it cannot be captured, which ends captures for good.
 
         Compilers and libraries do what cannot be captured. So where something may have to be compiled (a row length
         that `warm_up` has not seen, or a first capture that has failed, of which nothing has run) the micro-batch runs
         first as padding only, which adds zeros to gradients and sums.
         """
-        *_, rows, slots = key
-        own = dataclasses.replace(batch, **{name: _room(getattr(batch, name), rows) for name in TENSORS})
+        own = dataclasses.replace(batch, **{name: _room(getattr(batch, name), sum(key.rows)) for name in TENSORS})
         own.tokens.fill_(PADDING)
         reason, out_of_memory = "", False
         for _ in range(2):
-            if reason or key[0] not in self._compiled:
-                self._forward(own, slots)[0].backward()
-                self._compiled.add(key[0])
+            if reason or key.kind[0] not in self._compiled:
+                self._forward(own, key)[0].backward()
+                self._compiled.add(key.kind[0])
             try:
-                return self._capture(own, slots)
+                return self._capture(own, key)
             except RuntimeError as error:  # not kept: its traceback holds all of the capture's memory
                 reason, out_of_memory = str(error).splitlines()[0], _lacks_memory(error)
             if out_of_memory:  # and a pool without a graph is no more
@@ -276,25 +301,26 @@ class ForwardBackward:
         self._graphs.clear()
         return None
 
-    def _forward(self, batch: RowBatch, slots: int | None) -> tuple[torch.Tensor, ModelInputs]:
-        per_target = self._weights.unbind()
+    def _forward(self, batch: RowBatch, key: _Key | None = None) -> tuple[torch.Tensor, ModelInputs]:
+        """Loss and inputs, with the sizes of `key` or of the batch itself."""
+        room = (None, None) if key is None else (key.slots, VarlenSizes(key.rows, key.documents))
         with torch.autocast(
             self._device.type, dtype=torch.bfloat16, enabled=self.mixed_precision, cache_enabled=self._keeps_copies
         ):
             loss, part, inputs = hybrid_loss(
-                self._model, batch, self._options, per_target, self._z_loss_weight, self._step_key, slots
+                self._model, batch, self._options, self._weights.unbind(), self._z_loss_weight, self._step_key, *room
             )
         self.sums += part
         return loss, inputs
 
-    def _capture(self, own: RowBatch, slots: int) -> _Graph:
+    def _capture(self, own: RowBatch, key: _Key) -> _Graph:
         graph = torch.cuda.CUDAGraph()
         # A compiler times and loads kernels, which invalidates a capture and leaves the allocator in it.
         with self._capturing(graph), torch.compiler.set_stance("fail_on_recompile"):
-            loss, _ = self._forward(own, slots)
+            loss, _ = self._forward(own, key)
             with self._gradients.marked() as marks:
                 loss.backward()
-        return _Graph(graph, own, marks)
+        return _Graph(graph, own, key.rows[0], marks)
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
@@ -313,20 +339,36 @@ class ForwardBackward:
         torch.cuda.current_stream().wait_stream(self._stream)
 
 
+class _Key(NamedTuple):
+    """kind: row length, optional inputs, whether masks are drawn. rows, documents: as VarlenSizes has them; without
+    rotary positions all rows are the first group, and no documents are counted. slots: for targets in the head."""
+
+    kind: tuple
+    rows: tuple[int, int]
+    documents: tuple[int, int]
+    slots: int
+
+
 @dataclasses.dataclass(frozen=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    batch: RowBatch  # what the graph reads; rows beyond those of a replay's batch are padding
+    batch: RowBatch  # what the graph reads; rows that a replay's batch does not have are padding
+    first: int  # rows of the first group, behind which the second one begins
     marks: list[torch.cuda.Event]  # see GradientBuckets.marked
 
-    def replay(self, batch: RowBatch) -> None:
-        rows = len(batch)
+    def replay(self, batch: RowBatch, first: int) -> None:
+        """Run a batch whose first group has `first` rows."""
+        ends = (first, self.first + len(batch) - first)
         for name in TENSORS:
             if (tensor := getattr(self.batch, name)) is not None:
-                tensor[:rows].copy_(getattr(batch, name))
-        if rows < len(self.batch):
-            self.batch.tokens[rows:].fill_(PADDING)
-            self.batch.mask_counts[rows:].zero_()
+                new = getattr(batch, name)
+                tensor[:first].copy_(new[:first])
+                if len(batch) > first:
+                    tensor[self.first : ends[1]].copy_(new[first:])
+        for padding in (slice(ends[0], self.first), slice(ends[1], len(self.batch))):
+            if padding.start < padding.stop:
+                self.batch.tokens[padding].fill_(PADDING)
+                self.batch.mask_counts[padding].zero_()
         self.graph.replay()
 
 

@@ -24,7 +24,6 @@ from ops.dropout import DropoutKeys
 from ops.rope import VarlenSizes
 
 _DROPOUT = 201  # purpose of a row's dropout key, among the purposes in data/masking.py
-_DOCUMENTS = 64  # room for documents grows in steps of so many
 
 _WINDOW, _FEWEST = 128, 32  # updates that a step is compared with; with fewer, it is compared with none
 _LEAST_DEVIATION = 0.01  # of the median
@@ -92,11 +91,10 @@ def dropout_keys(batch: RowBatch, step_key: torch.Tensor) -> DropoutKeys:
 
 
 def varlen_sizes(batch: RowBatch, objectives: tuple[Objective, ...] = OBJECTIVES) -> VarlenSizes:
-    """Sizes of a micro-batch for rotary attention; documents in steps, so that kernels meet few shapes."""
-    documents = batch.documents[list(numbers_of(lambda each: each.causal, objectives))]
-    causal = int(documents.sum())
-    causal, other = (-(-count // _DOCUMENTS) * _DOCUMENTS for count in (causal, int(batch.documents.sum()) - causal))
-    return VarlenSizes(int(np.count_nonzero(documents)), causal, other)
+    """Sizes of a micro-batch, as a loader gives it, for rotary attention."""
+    causal = batch.documents[list(numbers_of(lambda each: each.causal, objectives))].sum(axis=0)  # of each row
+    rows, documents = int(np.count_nonzero(causal)), int(causal.sum())
+    return VarlenSizes((len(batch) - rows, rows), (int(batch.documents.sum()) - documents, documents))
 
 
 def score_targets(
@@ -119,17 +117,18 @@ def hybrid_loss(
     z_loss_weight: float,
     step_key: torch.Tensor,
     slots: int | None = None,
+    sizes: VarlenSizes | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, ModelInputs]:
     """A micro-batch's part of the global batch's loss, its `sums_by_objective`, and the inputs it was computed on.
 
     per_target: LossWeights.per_target; RowBatch.target_weights are factors of it, in the sums, too.
-    slots: slots for targets in the head, as many as there are if None.
+    slots, sizes: room for targets in the head and for documents, as many as there are if None.
     Parts of all micro-batches and ranks add up to the loss of the global batch, and so do their gradients. A
     micro-batch without targets contributes zero.
     """
     inputs = batch.inputs(options)
     slots = int(batch.targets.sum()) if slots is None else slots
-    sizes = varlen_sizes(batch, options.objectives)
+    sizes = varlen_sizes(batch, options.objectives) if sizes is None else sizes
     scores, objective = score_targets(model, inputs, slots, dropout_keys(batch, step_key), sizes)
     weight = reduce(add, [(objective == line) * weight for line, weight in enumerate(per_target)])
     if batch.target_weights is not None:

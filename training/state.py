@@ -107,7 +107,7 @@ class TrainState:
         config: device defaults resolved. All ranks get rank 0's weights. Raises ConfigError where weights do not fit.
         """
         model = _initial_model(config, model_config, checkpoint, world)
-        captures = not graph_obstacle(config, model_config, world.device)
+        captures = not graph_obstacle(config, world.device)
         sharded, layers = config.sharding != "none", _layers(model, "layer", config, "sharding", "full")
         gradients = GradientBuckets(
             model, world, config.allreduce_dtype, captures, bucket_bytes, sharded=sharded, layers=layers

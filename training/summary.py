@@ -179,7 +179,7 @@ def describe(
     # benchmarks/README.md, one GPU against four
     if config.hybrid_split == "auto" and split == "ranks" and world.size > 1:
         hint = " (by auto, as published; --hybrid_split rows trains the same in about 4 % less time)"
-    graphs = graph_obstacle(config, model, world.device)
+    graphs = graph_obstacle(config, world.device)
     lines = {
         "run": f"{config.run_folder}, steps {start_step} -> {config.max_steps}, seed {config.seed}",
         "device": f"{world.size} x {device}, {'bf16 autocast' if config.mixed_precision else 'fp32'}",

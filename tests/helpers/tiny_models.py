@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from model import LTGBert, ModelConfig
 from model_extra import build_model
+from ops import rope
 
 SIZES = {
     "hidden_size": 32,
@@ -27,3 +29,18 @@ def make_model(kind: tuple[str, str] = ("gpt-bert", "relative"), dropout: float 
             if "alphas" in name:
                 parameter += 0.1
     return model
+
+
+def each_document_alone(query, key, value, boundaries, longest, causal, window) -> Tensor:
+    """What a variable-length kernel does, with windows as flash attention counts them."""
+    before, after = rope._sides(causal, window)
+    parts = []
+    for start, end in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True):
+        if start == end:  # room for a document that did not come
+            continue
+        ahead = torch.arange(end - start) - torch.arange(end - start)[:, None]
+        allowed = ((before < 0) | (ahead >= -before)) & ((after < 0) | (ahead <= after))
+        parts.append(
+            rope._masked_attention(query[None, start:end], key[None, start:end], value[None, start:end], allowed)
+        )
+    return torch.cat(parts, 1)[0]
