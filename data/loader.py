@@ -98,6 +98,7 @@ class StepBatch:
     plan: StepPlan
     batch: RowBatch
     rows_per_micro_batch: int
+    passes: int = 0  # micro-batches of the rank that has most of them
 
     @property
     def targets(self) -> np.ndarray:
@@ -124,6 +125,18 @@ class StepBatch:
 def micro_batch_rows(local_batch_size: int, seq_length: int, row_length: int) -> int:
     """Rows of `row_length` tokens in a micro-batch that holds `local_batch_size` rows of `seq_length` tokens."""
     return max(1, local_batch_size * seq_length // row_length)
+
+
+def micro_batches(
+    plan: StepPlan, rows: int, world_size: int, local_batch_size: int, seq_length: int
+) -> tuple[int, int]:
+    """How many micro-batches each of `world_size` ranks computes in a step at most, and of how many rows a rank's are.
+
+    Ranks that have more `rows` than others (`rows_of_rank`), since these cost less, take a few more at a time.
+    """
+    size = micro_batch_rows(local_batch_size, seq_length, plan.seq_length)
+    passes = -(-plan.rows // (world_size * size))
+    return passes, max(size, -(-rows // passes))
 
 
 def _pack(tokens, keys, objective: int, rates: RowRates, options: MaskingOptions, origins, marked: bool) -> RowBatch:
@@ -228,8 +241,7 @@ class BatchBuilder:
         """The rows of `rank` in global batch `step`."""
         plan = self.plan.step(step)
         parts = [self.rows(plan, wanted) for wanted in rows_of_rank(plan, rank, world_size, split)]
-        per_micro_batch = micro_batch_rows(local_batch_size, self.plan.seq_length, plan.seq_length)
-        return StepBatch(plan, parts[0] if len(parts) == 1 else _concatenate(parts), per_micro_batch)
+        return self._step_batch(plan, parts, world_size, local_batch_size)
 
     def like(
         self, batch: RowBatch, step: int, rank: int, world_size: int, split: str, local_batch_size: int
@@ -244,8 +256,12 @@ class BatchBuilder:
                 tokens = tokens + UNSCORED * ~np.resize(batch.scored.numpy(), shape)
             marked = batch.scored is not None
             parts.append(_pack(tokens, keys, wanted.objective, plan.rates, self.options, origins, marked))
-        per_micro_batch = micro_batch_rows(local_batch_size, self.plan.seq_length, plan.seq_length)
-        return StepBatch(plan, parts[0] if len(parts) == 1 else _concatenate(parts), per_micro_batch)
+        return self._step_batch(plan, parts, world_size, local_batch_size)
+
+    def _step_batch(self, plan: StepPlan, parts: list[RowBatch], world_size: int, local_batch_size: int) -> StepBatch:
+        batch = parts[0] if len(parts) == 1 else _concatenate(parts)
+        passes, size = micro_batches(plan, len(batch), world_size, local_batch_size, self.plan.seq_length)
+        return StepBatch(plan, batch, size, passes)
 
 
 def _concatenate(parts: list[RowBatch]) -> RowBatch:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from operator import mul
 from typing import TypeVar
 
 import numpy as np
@@ -67,6 +68,7 @@ class StepPlan:
     position: for each objective, where its first row is in its stream's row order (data/row_shuffle.py), in tokens.
     ratio, ratio_carry: row i of those left to the ratio is masked where
         floor((ratio_carry + (i+1)*ratio) / denominator) exceeds floor((ratio_carry + i*ratio) / denominator).
+    target_cost: of DataPlan.
     """
 
     step: int
@@ -81,6 +83,7 @@ class StepPlan:
     ratio: int
     ratio_carry: int
     denominator: int
+    target_cost: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -126,6 +129,8 @@ class DataPlan:
     open_end: the order of rows does not depend on where the run ends, so that a longer one goes on without repeating.
     hybrid_numerator, hybrid_denominator and hybrid_numerator_end name. mask_rates: how the rates of rows are drawn.
     objectives: data.objectives.run_objectives of the run.
+    target_cost: what a target costs, in the model's head, beside what each token costs; decides which rank computes a
+    row, and nothing else.
     """
 
     max_steps: int
@@ -143,6 +148,7 @@ class DataPlan:
     open_end: bool = False
     mask_rates: MaskRates = SCHEDULED
     objectives: tuple[Objective, ...] = OBJECTIVES
+    target_cost: float = 0.0
     schedule: BatchSchedule = field(init=False, repr=False, compare=False)
     ratios: RatioSchedule = field(init=False, repr=False, compare=False)
     _row_sums: np.ndarray = field(init=False, repr=False, compare=False)
@@ -199,6 +205,7 @@ class DataPlan:
             ratio=self._ratios[step],
             ratio_carry=self._ratio_sums[step],
             denominator=self._denominator,
+            target_cost=self.target_cost,
         )
 
     def tokens_before(self, step: int) -> int:
@@ -294,6 +301,18 @@ def resolve_split(
     return split
 
 
+def _cut(plan: StepPlan, index: int, parts: int) -> list[int]:
+    """Rows of each objective before part `index`, where all rows, one objective after the other, are cut into `parts`
+    pieces of the same cost."""
+    costs = [1 + plan.target_cost * each.target_fraction(plan.mask_p) for each in plan.objectives]
+    left = sum(map(mul, plan.objective_rows, costs)) * index / parts
+    found = []
+    for rows, cost in zip(plan.objective_rows, costs, strict=True):
+        found.append(min(rows, round(left / cost)))
+        left = max(0.0, left - rows * cost)
+    return found
+
+
 def _slice(total: int, index: int, parts: int) -> tuple[int, int]:
     """Bounds of part `index` when 0 .. total is cut into `parts` pieces whose sizes differ by at most one."""
     return total * index // parts, total * (index + 1) // parts
@@ -302,11 +321,15 @@ def _slice(total: int, index: int, parts: int) -> tuple[int, int]:
 def rows_of_rank(plan: StepPlan, rank: int, world_size: int, split: str) -> list[RowRange]:
     """The rows of `plan` that `rank` trains on: a range per objective at most, in the table's order, causal ones last.
 
-    All ranks together hold every row once; their numbers of rows differ by at most one. `split` is `rows` or `ranks`
-    (from `resolve_split`).
+    All ranks together hold every row once. `split` is `rows` or `ranks` (from `resolve_split`). Their numbers of rows
+    differ by at most one; but with `ranks` and a `target_cost` ranks have rows that cost the same, so that a rank in
+    the middle may have two objectives.
     """
     ranges: list[RowRange] = []
-    if split == "ranks":
+    if split == "ranks" and plan.target_cost:
+        bounds = zip(_cut(plan, rank, world_size), _cut(plan, rank + 1, world_size), strict=True)
+        ranges = [RowRange(number, *of) for number, of in enumerate(bounds)]
+    elif split == "ranks":
         first = 0  # rank of the objective
         for number, fraction in enumerate(row_fractions(Fraction(plan.ratio, plan.denominator), plan.objectives)):
             ranks = int(world_size * fraction)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from data.loader import StepBatch, micro_batch_rows
+from data.loader import StepBatch, micro_batch_rows, micro_batches
 from data.objectives import KNOWN_NAMES
 from data.plan import rows_of_rank
 from data.wording import count, size_text, time_text
@@ -53,8 +53,7 @@ def assess_batch(inputs: Inputs, world_size: int) -> Row:
         plan = inputs.plan.step(step)
         rows = [sum(map(len, rows_of_rank(plan, rank, world_size, split))) for rank in range(world_size)]
         most, least = max(rows), min(rows)
-        per = micro_batch_rows(config.local_batch_size, config.seq_length, plan.seq_length)
-        pieces = -(-most // per)
+        pieces, per = micro_batches(plan, most, world_size, config.local_batch_size, config.seq_length)
         last = most - (pieces - 1) * per
         a_rank = f"{most}" if most == least else f"{least}-{most}"
         sizes = f"{per}" if last == per else f"{per}, the last {last}" if pieces > 1 else f"{last} (room for {per})"
@@ -63,7 +62,7 @@ def assess_batch(inputs: Inputs, world_size: int) -> Row:
             f"{count(pieces, 'micro-batch')} of {sizes}"
         )
         numbers.append({"step": step, "rows": plan.rows, "most": most, "least": least, "micro_batches": pieces})
-        if most * world_size > (1 + _IDLE) * plan.rows:
+        if split == "rows" and most * world_size > (1 + _IDLE) * plan.rows:
             notes.append(f"step {step}: ranks with {least} rows wait for those with {most}")
         if pieces > 1 and 2 * last < per and pieces * per - most > _IDLE * pieces * per:
             notes.append(f"step {step}: the last of {pieces} micro-batches holds {last} of {per} rows")
@@ -146,7 +145,7 @@ def _pieces(trial: StepTrial, world: World, step: int) -> list[StepBatch]:
     if trial.one_row:
         return [part(begin, begin + 1)]
     pieces = [part(begin, begin + per)]
-    if min(world.all_gather_objects(len(rows), "row counts")) >= 2 * per:
+    if all(world.all_gather_objects(len(rows) >= 2 * per, "row counts")):
         double = begin if begin + 2 * per <= len(rows) else begin - per
         pieces.append(part(double, double + 2 * per))
     return pieces

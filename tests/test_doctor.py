@@ -107,7 +107,7 @@ def test_doctor_for_an_assumed_world_size(inputs, tmp_path, capsys):
     code, rows, _ = examined(capsys, given, tmp_path / "report.json", "--assume_world_size=4")
     assert code == 0
     assert rows["batch"]["numbers"]["split"] == "ranks"
-    assert rows["batch"]["detail"].startswith("for 4 ranks, split ranks:\nstep      0:     64 x 16   -> 16 a rank")
+    assert rows["batch"]["detail"].startswith("for 4 ranks, split ranks:\nstep      0:     64 x 16   -> 13-17 a rank")
     assert "as if all 4 ranks were like this process" in rows["duration"]["detail"]
     code, rows, _ = examined(capsys, given, tmp_path / "report.json", "--assume_world_size=5")
     assert (code, rows["batch"]["result"]) == (0, OK)
@@ -117,7 +117,7 @@ def test_doctor_for_an_assumed_world_size(inputs, tmp_path, capsys):
     given = arguments(inputs, tmp_path, global_batch_size=70)
     code, rows, _ = examined(capsys, given, tmp_path / "report.json", "--assume_world_size=4")
     assert (code, rows["batch"]["result"]) == (0, WARN)
-    assert "the last of 2 micro-batches holds 2 of 16 rows" in rows["batch"]["detail"]
+    assert "the last of 2 micro-batches holds 3 of 16 rows" in rows["batch"]["detail"]
     given = arguments(inputs, tmp_path, global_batch_size=6, hybrid_split="rows", length_milestones="")
     _, rows, _ = examined(capsys, given, tmp_path / "report.json", "--assume_world_size=4")
     assert "ranks with 1 rows wait for those with 2" in rows["batch"]["detail"]

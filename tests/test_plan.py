@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -82,22 +83,27 @@ def test_streams_continue_without_gap_from_step_to_step(plan):
 
 
 @settings(max_examples=200)
-@given(plans(), st.integers(1, 16), st.sampled_from(["auto", "rows"]), st.data())
-def test_ranks_hold_every_row_once_and_differ_by_one_row(plan, world_size, choice, data):
+@given(plans(), st.integers(1, 16), st.sampled_from(["auto", "rows"]), st.sampled_from([0.0, 0.1, 2.0]), st.data())
+def test_ranks_hold_every_row_once_and_have_the_same_to_do(plan, world_size, choice, target_cost, data):
     split = resolve_split(choice, world_size, plan.ratios.phases())
-    batch = plan.step(data.draw(st.integers(0, plan.max_steps - 1)))
+    batch = replace(plan.step(data.draw(st.integers(0, plan.max_steps - 1))), target_cost=target_cost)
+    costs = [1 + target_cost * batch.mask_p, 1 + target_cost]
     held = {MASKED: [], CAUSAL: []}
-    sizes = []
+    sizes, loads = [], []
     for rank in range(world_size):
         shares = rows_of_rank(batch, rank, world_size, split)
-        if split == "ranks":
+        if split == "ranks" and not target_cost:
             assert len(shares) <= 1
+        loads.append(sum(len(share) * costs[share.objective] for share in shares))
         sizes.append(sum(len(share) for share in shares))
         for share in shares:
             held[share.objective] += range(share.first, share.last)
     assert held[MASKED] == list(range(batch.objective_rows[MASKED]))
     assert held[CAUSAL] == list(range(batch.objective_rows[CAUSAL]))
-    assert max(sizes) - min(sizes) <= 1
+    if split == "rows" or not target_cost:
+        assert max(sizes) - min(sizes) <= 1
+    else:
+        assert max(loads) - min(loads) <= 2.01 * costs[1]
 
 
 @pytest.mark.parametrize(

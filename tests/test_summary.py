@@ -56,7 +56,7 @@ def test_the_start_says_what_is_slower_than_it_might_be(tmp_path, monkeypatch):
         world = World(0, 4, torch.device("cuda"), read_environment({}))
         return describe(inputs, world, options.pop("hybrid_split", "ranks"), 1000, 0)
 
-    assert "split ranks (by auto, as published; --hybrid_split rows trains the same in about 4 % less time)" in told()
+    assert "split ranks (by auto, as published; --hybrid_split rows: both on every rank)" in told()
     assert "CUDA graphs" not in told()
     assert "by auto" not in told(hybrid_split="ranks") + told(hybrid_split="rows")
     assert "CUDA graphs   off: --data_fingerprint reads each batch's inputs" in told(data_fingerprint=True)

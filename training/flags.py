@@ -126,9 +126,9 @@ class Flags:
         "meap: causal with masked inputs; or several with their parts, as causal=2,blocks:16=1",
     )  # fmt: skip
     hybrid_split: str = _objective(
-        "auto", "ranks: one objective per rank, as published; rows: both on every rank; auto: ranks where the world "
-        "size allows. Same results either way, but with ranks a step takes about 4 % longer: causal ranks have more to "
-        "do", choices=("auto", "ranks", "rows"), fixed=False,
+        "auto", "ranks: one objective per rank, as published, and fewer rows where they cost more, so that a rank may "
+        "have both; rows: both on every rank; auto: ranks where the world size allows. Same results either way",
+        choices=("auto", "ranks", "rows"), fixed=False,
     )  # fmt: skip
     mask_p_start: float = _objective(0.3, "fraction of tokens masked at the start", FRACTION)
     mask_p_end: float = _objective(0.15, "fraction of tokens masked at the end (linear in between)", FRACTION)

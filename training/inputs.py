@@ -171,8 +171,9 @@ def _ratio_schedule(config: TrainingConfig, exposure: Exposure) -> RatioSchedule
         raise ConfigError(f"--hybrid_schedule is {config.hybrid_schedule!r}; {error}") from None
 
 
-def make_plan(config: TrainingConfig, exposure: Exposure) -> DataPlan:
-    """The data schedule that a configuration asks for, on a corpus of which `exposure` says how tokens are counted."""
+def make_plan(config: TrainingConfig, exposure: Exposure, model: ModelConfig | None = None) -> DataPlan:
+    """The data schedule that a configuration asks for, on a corpus of which `exposure` says how tokens are counted, and
+    with a model by whose cost rows are divided among ranks."""
     config = dataclasses.replace(config, max_steps=config.planned_length, planned_steps=0)
     return DataPlan(
         max_steps=config.max_steps,
@@ -190,7 +191,15 @@ def make_plan(config: TrainingConfig, exposure: Exposure) -> DataPlan:
         open_end=config.schedule in OPEN_ENDED,
         mask_rates=MaskRates.parse(config.mask_rate),
         objectives=run_objectives(config.causal_rows),
+        target_cost=_target_cost(model, config.seq_length) if model is not None else 0.0,
     )
+
+
+def _target_cost(model: ModelConfig, row_length: int) -> float:
+    """DataPlan.target_cost of a model, by what it counts."""
+    flops = model_class(model.model_type).flops_per_token
+    with_none, with_all = (flops(model, row_length, part) for part in (0.0, 1.0))
+    return with_all / with_none - 1 if with_none > 0 else 0.0
 
 
 def _with_steps(config: TrainingConfig, corpus: Corpus) -> TrainingConfig:
@@ -333,7 +342,7 @@ def read_inputs(config: TrainingConfig, trusted: bool = False) -> Inputs:
         )
     sets = _held_out_sets(config, options, identity, eos, corpus, files)
     config = annealed(_with_steps(config, corpus), corpus.exposure)
-    plan = make_plan(config, corpus.exposure)
+    plan = make_plan(config, corpus.exposure, model_config)
     config = _with_lengths(config, plan, corpus)
     if plan.smallest_batch < 1:
         raise ConfigError(

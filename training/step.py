@@ -54,7 +54,7 @@ def train_step(
 
     state.forward_backward.begin(signed(plan.step_key(step)), weights.per_target)
     micro_batches = list(batch.micro_batches(world.device))
-    passes = max(len(micro_batches), _passes(batch, world.size) if state.gradients.layers.modules else 0)
+    passes = max(len(micro_batches), batch.passes if state.gradients.layers.modules else 0)
     for number in range(passes):
         micro_batch, counts = micro_batches[min(number, len(micro_batches) - 1)], number < len(micro_batches)
         model_inputs = state.forward_backward(micro_batch, last=number == passes - 1, counts=counts)
@@ -99,11 +99,6 @@ def train_step(
         batch.plan, metrics, tuple(targets), weights.per_objective, all_sums, local_sums, prints, extra, finished,
         check, spiked, words, state.gradients.filled,
     )  # fmt: skip
-
-
-def _passes(batch: StepBatch, ranks: int) -> int:
-    """Micro-batches of the rank that has most of them: ranks' rows differ by one at most."""
-    return math.ceil(math.ceil(batch.plan.rows / ranks) / batch.rows_per_micro_batch)
 
 
 def _set_schedules(state: TrainState, config: TrainingConfig) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import socket
 import sys
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from data.documents import BLOCK
-from data.loader import micro_batch_rows
+from data.loader import micro_batch_rows, micro_batches
 from data.mask_rates import MaskRates
 from data.objectives import causal_parts, run_objectives
 from data.plan import DataPlan, StepPlan, rows_of_rank
@@ -178,7 +179,7 @@ def describe(
     hint = ""
     # benchmarks/README.md, one GPU against four
     if config.hybrid_split == "auto" and split == "ranks" and world.size > 1:
-        hint = " (by auto, as published; --hybrid_split rows trains the same in about 4 % less time)"
+        hint = " (by auto, as published; --hybrid_split rows: both on every rank)"
     graphs = graph_obstacle(config, world.device)
     lines = {
         "run": f"{config.run_folder}, steps {start_step} -> {config.max_steps}, seed {config.seed}",
@@ -402,7 +403,9 @@ def memory_estimate(
     anew = {"none": 0, "mlp": feed_forward, "layer": attention + feed_forward}[config.activation_checkpointing]
     copied = parameters - (anew * model.num_hidden_layers if inside else 0)
     states += copied * (size if config.mixed_precision else 0)
-    per_step = (_largest_micro_batch(config, plan, step, world_size, split) for step in _ends_of_lengths(plan))
+    # Of a rank with most rows and of one with most targets: the first and the last, where ranks have objectives.
+    ends = itertools.product(_ends_of_lengths(plan), {0, world_size - 1})
+    per_step = (_largest_micro_batch(config, plan, step, rank, world_size, split) for step, rank in ends)
     # While it is evaluated a rank has all weights, beside a copy of its own.
     validation = parameters * (4 + (8 + averaged) / parts) if inside else 0.0
     return max(validation, states + max(activation_bytes(config, model, size, missing, *batch) for batch in per_step))
@@ -414,18 +417,13 @@ def _ends_of_lengths(plan: DataPlan) -> set[int]:
 
 
 def _largest_micro_batch(
-    config: TrainingConfig, plan: DataPlan, step: int, world_size: int, split: str
+    config: TrainingConfig, plan: DataPlan, step: int, rank: int, world_size: int, split: str
 ) -> tuple[int, int, float]:
-    """Tokens, row length and targets of the micro-batch of a step with the most targets.
-
-    That is one of the last rank, which is causal where ranks have one objective each, with the rows of which the most
-    tokens are targets.
-    """
+    """Tokens, row length and targets of a rank's micro-batch with the rows of which the most tokens are targets."""
     at = plan.step(step)
-    parts = [
-        (plan.objectives[part.objective], len(part)) for part in rows_of_rank(at, world_size - 1, world_size, split)
-    ]
-    room = micro_batch_rows(config.local_batch_size, config.seq_length, at.seq_length)
+    ranges = rows_of_rank(at, rank, world_size, split)
+    parts = [(plan.objectives[part.objective], len(part)) for part in ranges]
+    _, room = micro_batches(at, sum(map(len, ranges)), world_size, config.local_batch_size, config.seq_length)
     taken, targets = 0, 0.0
     for fraction, rows in sorted(((each.target_fraction(at.mask_p), rows) for each, rows in parts), reverse=True):
         rows = min(rows, room - taken)
