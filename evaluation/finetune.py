@@ -36,6 +36,7 @@ from data.cli import Parser
 from evaluation.finetune_data import read_task
 from evaluation.finetune_forms import Outputs, task_measures
 from evaluation.finetune_predictions import write_predictions
+from evaluation.finetune_progress import Progress
 from evaluation.finetune_task import CHOICES, EMBEDDINGS, TAGS, Task, find_tasks, sibling
 from evaluation.finetune_training import Finetuner, Settings
 from evaluation.generation import UsageError, add_model_flags, load, run
@@ -61,6 +62,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--valid", type=Path, metavar="FILE", help="one task: what to report on, JSONL")
     parser.add_argument("--test", type=Path, metavar="FILE", help="one task: what --predictions answers, JSONL")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write everything there, task by task")
+    parser.add_argument(
+        "--progress", type=Path, metavar="FOLDER",
+        help="keep there what is done, to go on from it when the same command starts again; removed in the end",
+    )  # fmt: skip
     parser.add_argument(
         "--predictions", type=Path, metavar="FOLDER",
         help="write the first seed's answers to each task's test file there, in the form of its test server",
@@ -105,6 +110,8 @@ def finetune(options: argparse.Namespace) -> None:
         raise UsageError(
             f"--output is {options.output}: it is a folder; give a file such as {options.output}/glue.json."
         )
+    if options.progress and options.predictions:
+        raise UsageError("--progress keeps results and no models, which --predictions needs: give one of them.")
     for task in tasks if options.predictions else ():
         if task.test is None:
             say(f"{task.name}: has no test file, so --predictions leaves it out")
@@ -122,11 +129,17 @@ def finetune(options: argparse.Namespace) -> None:
         "settings": dataclasses.asdict(settings),
         "tasks": {},
     }
+    if options.progress:
+        sizes = {task.name: [len(task.train), len(task.valid), *task.classes] for task in tasks}
+        about = {name: report[name] for name in ("model", "ema", "settings")}
+        finetuner.progress = Progress(options.progress, {**about, "tasks": sizes})
     for task in tasks:
         report["tasks"][task.name] = run_task(finetuner, task, options.predictions)
         report["average"] = statistics.fmean(found["score"] for found in report["tasks"].values())
         if options.output:
             save(options.output, report)
+    if finetuner.progress is not None:
+        finetuner.progress.remove()
     print(table(report))
 
 

@@ -18,6 +18,7 @@ from data.counter_rng import fold, fold_numpy, signed
 from data.special_tokens import SpecialTokens
 from evaluation.finetune_forms import Encoded, Outputs, encode, loss_of, outputs_of, task_measures
 from evaluation.finetune_model import TaskModel, pad
+from evaluation.finetune_progress import Progress
 from evaluation.finetune_task import TAGS, TEXTS, Examples, Task, split
 from evaluation.generation import UsageError
 from model import LTGBert
@@ -99,6 +100,7 @@ class Finetuner:
         self.encoder, self.settings = encoder, settings
         self._tokenizer, self._special = tokenizer, special
         self.device = encoder.embedding.word_embedding.weight.device
+        self.progress: Progress | None = None  # of all trainings, where they are to survive the process
         self._pretrained = {name: tensor.detach().clone() for name, tensor in encoder.state_dict().items()}
 
     def encode(self, examples: Examples, task: Task | None = None) -> Encoded:
@@ -152,21 +154,24 @@ class Finetuner:
         (with `last_only` after the last alone); fewer where the loss stopped being finite, or `patience` epochs (0: any
         number) brought no better measure. The trained model is `self.model`.
         """
-        settings, regression = self.settings, train.labels.dtype == torch.float64
-        self.model = model = self._fresh_model(task, seed)
-        targets = train.labels
-        if regression:
-            center, spread = train.labels.mean(), train.labels.std()
-            targets, model.center, model.spread = ((targets - center) / spread).float(), float(center), float(spread)
-        # Betas and eps are AdamW's usual ones.
-        optimizer = make_optimizer(model, "adamw", rate, (0.9, 0.999), 1e-8, settings.weight_decay)
+        kind = f"{task.name}, {'held out' if measured else 'all of train'}, rate {rate!r}, seed {seed}"
+        if self.progress is not None and (done := self.progress.results(kind)) is not None:
+            return done
+        settings = self.settings
+        targets, optimizer = self._start(task, train, rate, seed)
+        model = self.model
         weights = torch.tensor(task.weights, device=self.device) if task.weights else None
         per_epoch = -(-len(train) // settings.batch_size)
-        step, results, best = 0, [], (-math.inf, 0)
-        for epoch in range(epochs):
+        begin, results, best = 0, [], (-math.inf, 0)
+        if self.progress is not None and (state := self.progress.load(kind, self.device)) is not None:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            begin, results, best = state["epochs"], state["results"], state["best"]
+        for epoch in range(begin, epochs):
             model.train()
             total = torch.zeros((), device=self.device)
-            for indices in epoch_batches(train.lengths, settings.batch_size, fold(fold(seed, 2), epoch)):
+            batches = epoch_batches(train.lengths, settings.batch_size, fold(fold(seed, 2), epoch))
+            for step, indices in enumerate(batches, epoch * per_epoch):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, per_epoch * settings.epochs, rate, settings.warmup)
                 outputs = self._outputs(model, train, indices, self._dropout_keys(indices, train.per, seed, step))
@@ -176,16 +181,30 @@ class Finetuner:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 total += loss.detach()
-                step += 1
             if not math.isfinite(total.item()):
-                return results
+                break
             if epoch == epochs - 1 or not last_only:
                 found = task_measures(task, self.predict(model, test), test, measured or task.valid)
                 results.append(found)
                 best = max(best, (found.get(task.chosen_by, 0.0), -epoch))
                 if patience and epoch + best[1] >= patience:
                     break
+            if self.progress is not None:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                self.progress.save(kind, {**state, "epochs": epoch + 1, "results": results, "best": best})
+        if self.progress is not None:
+            self.progress.finish(kind, results)
         return results
+
+    def _start(self, task: Task, train: Encoded, rate: float, seed: int) -> tuple[Tensor, torch.optim.Optimizer]:
+        """Make `self.model` and its optimizer; returns the targets [n], standardised where they are numbers."""
+        self.model = model = self._fresh_model(task, seed)
+        targets = train.labels
+        if targets.dtype == torch.float64:
+            center, spread = train.labels.mean(), train.labels.std()
+            targets, model.center, model.spread = ((targets - center) / spread).float(), float(center), float(spread)
+        # Betas and eps are AdamW's usual ones.
+        return targets, make_optimizer(model, "adamw", rate, (0.9, 0.999), 1e-8, self.settings.weight_decay)
 
     @torch.inference_mode()
     def predict(self, model: TaskModel, test: Encoded) -> Outputs:

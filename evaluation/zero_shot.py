@@ -39,8 +39,8 @@ _TASKS = {
     "wug_adj": "wug_adj", "wug_past": "wug_past", READING: READING,
 }  # fmt: skip
 _NO_AGES = (
-    "age of acquisition is not computed, as BabyLM's own code for it is broken, so that no number could be checked; "
-    "evaluation/surprisal.py gives the surprisals that it needs, of each checkpoint"
+    "age of acquisition is of several checkpoints and by a definition of ours, since BabyLM's code for it is broken: "
+    "evaluation/age_of_acquisition.py"
 )
 _LEFT_OUT = {
     "glue": "fine-tuning, by evaluation/finetune.py",
@@ -240,7 +240,7 @@ def results(items: Sequence[Item], scores: np.ndarray) -> dict[str, Any]:
     shares = [item.share for item in items if item.share is not None]
     if shares:
         rho = spearman(first_log_odds(scores), np.array(shares))
-        low, high = _spearman_interval(rho, len(shares))
+        low, high = spearman_interval(rho, len(shares))
         return {"spearman": rho, "low": low, "high": high, "items": len(shares)}
     right = correctness(scores)
     official = scores.argmax(axis=1) == 0  # of equal ones, its script takes the first
@@ -262,7 +262,7 @@ def first_log_odds(scores: np.ndarray) -> np.ndarray:
     return scores[:, 0] - np.logaddexp.reduce(scores[:, 1:], axis=1)
 
 
-def _spearman_interval(rho: float, n: int) -> tuple[float, float]:
+def spearman_interval(rho: float, n: int) -> tuple[float, float]:
     """95 %, by Fisher's z with the variance of Bonett and Wright (2000): (1 + rho^2 / 2) / (n - 3)."""
     if n <= 3:
         return -1.0, 1.0

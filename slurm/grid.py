@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from data.atomic_io import PARTIAL_SUFFIX
 from slurm.job_options import JobOptions, LaunchError
 from slurm.jobs import Task
 from slurm.sweep import Axis, SweepError, combinations
@@ -15,6 +16,7 @@ from training.errors import DONE
 from training.status import FINISHED
 
 _NAME = "finetune"
+_MOST_FRUITLESS = 2  # starts in a row without another epoch
 
 
 class FinetuneFailed(RuntimeError):
@@ -22,22 +24,42 @@ class FinetuneFailed(RuntimeError):
 
 
 class FinetuneJob:
-    """The callable that submitit pickles and calls in a job: evaluation/finetune.py in the folder of the submission."""
+    """The callable that submitit pickles and calls in a job: evaluation/finetune.py in the folder of the submission.
 
-    def __init__(self, arguments: Sequence[str], folder: str):
+    Before the time limit, and where it is preempted, submitit asks for a `checkpoint` and requeues the job.
+    """
+
+    def __init__(self, arguments: Sequence[str], progress: str, folder: str):
+        """progress: the folder of its --progress, which is among the arguments. folder: where paths begin."""
         self.arguments = list(arguments)
-        self.folder = folder
+        self.folder, self.progress = folder, progress
+        self.began, self.fruitless = 0, 0  # what was done when it started, and starts that did no more
 
     def __call__(self) -> str:
         """Fine-tune. Raises FinetuneFailed, which ends up in submitit's result and log."""
         from evaluation.finetune import main
 
         os.chdir(self.folder)
+        self.began = self._latest()
         code = main(self.arguments)
         if code != DONE:
             sys.tracebacklimit = 0  # where in this file it was raised helps nobody
             raise FinetuneFailed(f"evaluation/finetune.py ended with exit code {code}; the log says why")
         return FINISHED
+
+    def _latest(self) -> int:
+        """When something was last kept of what is done."""
+        files = (path for path in Path(self.progress).glob("*") if path.suffix != PARTIAL_SUFFIX)
+        return max((path.stat().st_mtime_ns for path in files), default=0)
+
+    def checkpoint(self):
+        """The same again, which goes on from --progress. Raises FinetuneFailed where two starts brought nothing."""
+        from submitit.helpers import DelayedSubmission
+
+        self.fruitless = self.fruitless + 1 if self._latest() == self.began else 0
+        if self.fruitless >= _MOST_FRUITLESS:
+            raise FinetuneFailed(f"{self.fruitless} starts did not get through an epoch: give a longer --time")
+        return DelayedSubmission(self)
 
 
 def plan_grid(arguments: Sequence[str], axes: Sequence[Axis], folder: Path) -> list[Task]:
@@ -50,7 +72,7 @@ def plan_grid(arguments: Sequence[str], axes: Sequence[Axis], folder: Path) -> l
     from evaluation.generation import UsageError
 
     flags = [axis.flag for axis in axes]
-    for flag in ("output", "predictions"):
+    for flag in ("output", "predictions", "progress"):
         if flag in flags:
             raise SweepError(f"--sweep {flag}: files of results are named by the swept values, in the folder --output")
     each = ["--num_seeds=1"] if "seed" in flags and not any(a.startswith("--num_seeds") for a in arguments) else []
@@ -67,7 +89,9 @@ def plan_grid(arguments: Sequence[str], axes: Sequence[Axis], folder: Path) -> l
             raise LaunchError(str(error)) from None
         name = f"{_NAME}{suffix}"
         target = folder / _output_folder(options) / name
-        tasks.append(Task(index, name, str(target), 0, values, [*own, f"--output={target}.json"]))
+        tasks.append(
+            Task(index, name, str(target), 0, values, [*own, f"--output={target}.json", f"--progress={target}"])
+        )
     return tasks
 
 

@@ -159,7 +159,7 @@ def _plan(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis], f
 
 
 def _parameters(options: JobOptions, finetune: bool, *others: Any) -> dict[str, Any]:
-    """submitit's; a job of fine-tuning is not requeued by its script, which begins anew after a preemption."""
+    """submitit's, which itself requeues a job of fine-tuning."""
     return submitit_parameters(options, *others) | ({"teardown": None} if finetune else {})
 
 
@@ -190,7 +190,9 @@ def _submit(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis],
         with clean_environment(), executor.batch():
             submitted = [
                 executor.submit(
-                    FinetuneJob(task.arguments, here) if finetune else TrainingJob(task.arguments, task.run_folder)
+                    FinetuneJob(task.arguments, task.run_folder, here)
+                    if finetune
+                    else TrainingJob(task.arguments, task.run_folder)
                 )
                 for task in tasks
             ]

@@ -16,6 +16,7 @@ from helpers.tiny_evaluation import (
     SPECIAL,
     WORLD,
     brute,
+    brute_word,
     checkpoint_of,
     enlarged,
     tiny_model,
@@ -32,7 +33,6 @@ from evaluation.reading_times import ReadingTimes, encode_places, r_squared, sur
 from evaluation.scoring import ScoringModel
 from evaluation.token_log_probs import BatchShape, Scorer, SpecialIds, joined, sentence_sums, token_scores
 from evaluation.zero_shot import Item, encode_items, find_datasets
-from model_extra import GPTBert
 from training.config import ConfigError
 
 MODEL, TOKENIZER = enlarged()
@@ -54,18 +54,6 @@ def run_folder(tmp_path_factory) -> Path:
     checkpoint_of(folder, zero, TOKENIZER, step=1, ema=True)
     checkpoint_of(folder, MODEL, TOKENIZER, step=2, ema=True)
     return folder
-
-
-@torch.no_grad()
-def brute_word(model: GPTBert, tokenizer: Tokenizer, text: str, word: str, mode: str) -> float:
-    """A word's surprisal: its tokens one by one, masked with two more masks behind."""
-    total, row = 0.0, [1, *tokenizer.encode(text, add_special_tokens=False).ids]
-    for token in tokenizer.encode(f" {word}" if text else word, add_special_tokens=False).ids:
-        inputs = torch.tensor([row + ([4, 4, 4] if mode == "masked" else [])])
-        hidden = model.encode(inputs, torch.zeros_like(inputs), mode == "causal")
-        total -= float(model.predict(hidden[0, len(row) - 1]).log_softmax(-1)[token])
-        row = [*row, token]
-    return total
 
 
 def test_every_task_against_brute_force(data, run_folder, tmp_path, capsys):
@@ -303,5 +291,5 @@ def test_shares_and_their_correlation():
     found = zero_shot.results(items * 10, np.tile(scores, (10, 1)))
     assert found["spearman"] == pytest.approx(1)
     z, se = math.atanh(0.5), math.sqrt(1.125 / 27)
-    low, high = zero_shot._spearman_interval(0.5, 30)
+    low, high = zero_shot.spearman_interval(0.5, 30)
     assert (low, high) == pytest.approx((math.tanh(z - 1.959964 * se), math.tanh(z + 1.959964 * se)))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from helpers.tiny_exports import make_checkpoint, random_model
 from helpers.tiny_runs import ROOT, refusal
 
-from evaluation import finetune
+from evaluation import finetune, finetune_progress
+from evaluation.finetune_training import Finetuner
 from slurm.grid import FinetuneFailed, FinetuneJob
 from slurm.jobs import Job
 from slurm.launch import main, read_run
@@ -46,10 +50,11 @@ def test_a_grid_is_one_array_with_a_file_of_results_each(glue, fake_slurm, capsy
     job = Job.load(folder, read_run)
     assert len({task.name for task in job.tasks}) == 12
     called = pickle.loads((folder / "77_5_submitted.pkl").read_bytes()).function
-    assert (type(called), called.folder) == (FinetuneJob, str(glue))
     target = f"{glue}/grid/finetune-only=cola-learning_rates=1e-4-seed=2.json"
+    assert (type(called), called.folder, called.progress) == (FinetuneJob, str(glue), target.removesuffix(".json"))
     assert called.arguments == [
         *GIVEN, "--num_seeds=1", "--only=cola", "--learning_rates=1e-4", "--seed=2", f"--output={target}",
+        f"--progress={target.removesuffix('.json')}",
     ]  # fmt: skip
     options = finetune.parse_arguments(called.arguments)
     settings = finetune.make_settings(options)
@@ -65,11 +70,68 @@ def test_in_a_job_the_command_runs_where_it_was_submitted(tmp_path, monkeypatch)
     calls = []
     monkeypatch.chdir(ROOT)  # put back in the end
     monkeypatch.setattr(finetune, "main", lambda arguments: calls.append((arguments, Path.cwd())) or len(calls) - 1)
-    job = FinetuneJob(["runs/a"], str(tmp_path))
+    job = FinetuneJob(["runs/a"], str(tmp_path / "done"), str(tmp_path))
     assert job() == "finished"
     with pytest.raises(FinetuneFailed, match="exit code 1; the log says why"):
         job()
     assert calls == [(["runs/a"], tmp_path)] * 2
+
+
+def test_what_was_stopped_goes_on_to_the_same_results(glue, monkeypatch, capsys):
+    """Stopped after every epoch, of the search and of the last training, each time in a new process."""
+    make_checkpoint(glue / "run", random_model("gpt-bert"))
+    rates = ["--learning_rates", "1e-3", "3e-3", "--epochs", "2", "--num_seeds", "1", "--device", "cpu"]
+    command = ["run", "--tasks", "glue", *rates, "--output"]
+    epochs, left = [], [99]
+
+    def counted(self, *given, real=Finetuner.predict):
+        if left[0] == 0:
+            raise KeyboardInterrupt  # upon which a command ends
+        left[0] -= 1
+        epochs.append(1)
+        return real(self, *given)
+
+    def results(file: str) -> dict[str, Any]:
+        found = json.loads(Path(file).read_text())
+        return {**found, "tasks": {name: {**of, "seconds": 0} for name, of in found["tasks"].items()}}
+
+    monkeypatch.setattr(Finetuner, "predict", counted)
+    monkeypatch.setattr(finetune_progress, "SECONDS_BETWEEN", 0.0)
+    assert finetune.main([*command, "whole.json"]) == 0
+    whole, stops = len(epochs), 0
+    while (left := [1]) and finetune.main([*command, "parts.json", "--progress", "done"]) != 0:
+        stops += 1
+    assert (len(epochs) - whole, stops) == (whole, whole - 1)
+    assert results("parts.json") == results("whole.json")
+    assert not Path("done").exists()
+    left = [1]
+    finetune.main([*command, "parts.json", "--progress", "done"])
+    assert finetune.main([*command, "parts.json", "--progress", "done", "--seed", "3"]) == 2
+    assert "it is of other settings, tasks or models; delete it" in capsys.readouterr().err
+
+
+def test_a_job_at_its_time_limit_goes_on_unless_starts_bring_nothing(tmp_path, monkeypatch):
+    """What submitit does with it: pickle what `checkpoint` gives, and call that in the next start."""
+    monkeypatch.chdir(ROOT)
+    done = tmp_path / "done" / "done.json"
+    done.parent.mkdir()
+    kept = iter([10, 0, 20, 0, 0])  # when, in nanoseconds, each start keeps something
+
+    def main(_: list[str]) -> int:
+        if at := next(kept):
+            done.touch()
+            os.utime(done, ns=(at, at))
+        return 0
+
+    monkeypatch.setattr(finetune, "main", main)
+    job = FinetuneJob([], str(done.parent), str(tmp_path))
+    for fruitless in (0, 1, 0, 1):
+        job()
+        job = pickle.loads(pickle.dumps(job.checkpoint().function))
+        assert job.fruitless == fruitless
+    job()
+    with pytest.raises(FinetuneFailed, match="2 starts did not get through an epoch: give a longer --time"):
+        job.checkpoint()
 
 
 def test_the_same_without_a_cluster(glue, capsys):
@@ -77,7 +139,7 @@ def test_the_same_without_a_cluster(glue, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(
         f"{ROOT}/evaluation/finetune.py {' '.join(GIVEN)} --num_seeds=2 --only=rte "
-        f"--output={glue}/grid/finetune-only=rte.json"
+        f"--output={glue}/grid/finetune-only=rte.json --progress={glue}/grid/finetune-only=rte"
     )
     assert not (glue / "grid").exists()
 

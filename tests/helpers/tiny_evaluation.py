@@ -102,6 +102,18 @@ def brute(model: GPTBert, tokenizer: Tokenizer, prefix: str, completion: str, mo
     return reference(model, encoding.ids, encoding.word_ids, mode, eos=False, only=scored)[0]
 
 
+@torch.no_grad()
+def brute_word(model: GPTBert, tokenizer: Tokenizer, text: str, word: str, mode: str) -> float:
+    """A word's surprisal: its tokens one by one, masked with two more masks behind."""
+    total, row = 0.0, [1, *tokenizer.encode(text, add_special_tokens=False).ids]
+    for token in tokenizer.encode(f" {word}" if text else word, add_special_tokens=False).ids:
+        inputs = torch.tensor([row + ([4, 4, 4] if mode == "masked" else [])])
+        hidden = model.encode(inputs, torch.zeros_like(inputs), mode == "causal")
+        total -= float(model.predict(hidden[0, len(row) - 1]).log_softmax(-1)[token])
+        row = [*row, token]
+    return total
+
+
 def write_lines(path: Path, lines: list) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
