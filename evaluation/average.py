@@ -26,9 +26,7 @@ from training.status import checkpoint_folders, list_checkpoints
 
 def mean_weights(checkpoints: list[Checkpoint], average: bool | str) -> dict[str, torch.Tensor]:
     """The mean of each tensor of their weights, or of an average that they hold (`weights_file`), summed in float64.
-
-    Raises UsageError where they differ, CheckpointError where one has no such average.
-    """
+    Raises UsageError where they differ, CheckpointError where one has no such average."""
     sums: dict[str, torch.Tensor] = {}
     first: dict[str, torch.Tensor] = {}
     for number, checkpoint in enumerate(checkpoints):

@@ -158,10 +158,8 @@ def encode(suite: Suite, tokenizer: Tokenizer, special: SpecialIds, needed: Sequ
 def score(
     model: ScoringModel, suite: Suite, encoded: Encoded, modes: Sequence[str]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """For each mode and dataset the choices' scores [items, C], or surprisals in nats [2 n].
-
-    encoded: of the objectives that the modes need. All texts of all tasks share batches.
-    """
+    """For each mode and dataset the choices' scores [items, C], or surprisals in nats [2 n]. encoded: of the objectives
+    that the modes need. All texts of all tasks share batches."""
     choices = [part for part, owners in next(iter(encoded.values())).values() if owners is None]
     model.say_of_positions(*choices)
     if empty := sum(int((part.counts == 0).sum()) for part in choices):

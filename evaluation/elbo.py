@@ -35,10 +35,8 @@ class Bound(NamedTuple):
 
 @torch.no_grad()
 def measure_bound(model: ScoringModel, held_out: ValidationSet, rows: int, samples: int) -> Bound:
-    """The bound on all rows of `held_out`, `rows` at a time, from `samples` (2 or more) masks of each row.
-
-    Raises UsageError where no token may be masked.
-    """
+    """The bound on all rows of `held_out`, `rows` at a time, from `samples` (2 or more) masks of each row. Raises
+    UsageError where no token may be masked."""
     masks = replace(held_out.options, random_p=0.0, keep_p=0.0, even=False, span_length=1, rate_power=1.0)
     network, device = cast(nn.Module, model.loaded.model), model.world.device
     sums, tokens = torch.zeros(samples, dtype=torch.float64, device=device), 0.0

@@ -139,10 +139,8 @@ def show_token(model: LoadedModel, token: int) -> str:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte that each of the 256 characters stands for in a byte-level vocabulary.
-
-    Printable characters of Latin-1 stand for their own code; characters from U+0100 on for the other bytes, in order.
-    """
+    """Return the byte that each of the 256 characters stands for in a byte-level vocabulary. Printable characters of
+    Latin-1 stand for their own code; characters from U+0100 on for the other bytes, in order."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     own = [ord(char) for char in alphabet if ord(char) < 256]
     others = [byte for byte in range(256) if byte not in own]

@@ -199,9 +199,7 @@ def read_tasks(options: argparse.Namespace) -> list[Task]:
 
 def run_task(finetuner: Finetuner, task: Task, predictions: Path | None = None) -> dict[str, Any]:
     """Choose settings on train, train with each seed, and measure the validation file. Reports on standard error.
-
-    predictions: the folder that gets the first seed's answers to the test file.
-    """
+    predictions: the folder that gets the first seed's answers to the test file."""
     settings, started = finetuner.settings, time.monotonic()
     train, valid = (finetuner.encode(part, task) for part in (task.train, task.valid))
     if train.cut or valid.cut:
@@ -245,10 +243,8 @@ def run_task(finetuner: Finetuner, task: Task, predictions: Path | None = None) 
 
 
 def simplest(finetuner: Finetuner, task: Task) -> float | None:
-    """The task's measure of an answer that is always the most frequent label of train (regression: a constant, 0).
-
-    None for embeddings, of which there is no such answer.
-    """
+    """The task's measure of an answer that is always the most frequent label of train (regression: a constant, 0). None
+    for embeddings, of which there is no such answer."""
     if task.form == EMBEDDINGS:
         return None
     if not task.classes:

@@ -68,9 +68,7 @@ def contrastive_loss(embeddings: Tensor) -> Tensor:
 
 def embedding_measures(embeddings: np.ndarray, scores: np.ndarray | None) -> dict[str, float]:
     """Of scored pairs the correlations of their cosine with the scores [n]; else how often the own positive is nearest.
-
-    embeddings [n, K, D]. An anchor's nearest is sought among the positives of all n; a tie is wrong.
-    """
+    embeddings [n, K, D]. An anchor's nearest is sought among the positives of all n; a tie is wrong."""
     unit = embeddings / np.maximum(np.linalg.norm(embeddings, axis=-1, keepdims=True), 1e-12)
     if scores is not None:
         cosine = (unit[:, 0] * unit[:, 1]).sum(axis=-1)

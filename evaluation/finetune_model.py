@@ -19,10 +19,8 @@ _CUDA_LENGTH, _CPU_LENGTH = 32, 4  # row lengths are multiples of this: few shap
 
 
 class Head(nn.Module):
-    """From states to scores: GPT-BERT's head for fine-tuning.
-
-    LayerNorm (no affine), Linear S x D -> D, GELU, LayerNorm (no affine), dropout, Linear D -> outputs; drawn anew.
-    """
+    """From states to scores: GPT-BERT's head for fine-tuning. LayerNorm (no affine), Linear S x D -> D, GELU, LayerNorm
+    (no affine), dropout, Linear D -> outputs; drawn anew."""
 
     def __init__(self, config: ModelConfig, outputs: int, states: int = 1) -> None:
         super().__init__()

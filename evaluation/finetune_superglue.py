@@ -50,9 +50,7 @@ def misplaced(row: Mapping[str, Any]) -> str:
 
 def expand(form: str, row: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows for the head in a line of a file, each with "_group" and what else its form needs under names with "_".
-
-    Raises KeyError, TypeError, ValueError or IndexError for a line of another form.
-    """
+    Raises KeyError, TypeError, ValueError or IndexError for a line of another form."""
     if form == CHOICES:
         return [{**row, "premise": f"{row['premise']} {_ASKED.get(row.get('question', ''), '')}".strip()}]
     return _answers(row) if form == QUESTIONS else _entities(row)
@@ -107,10 +105,8 @@ def _filled(text: str, query: str, names: Sequence[str], answers: Sequence[str] 
 
 
 def answer_credit(guess: str, answers: Sequence[str]) -> tuple[float, float]:
-    """F1 of the words and exact match of a guess, the best over `answers`, as SQuAD 1.1 and ReCoRD count.
-
-    Case, punctuation and articles do not count (Rajpurkar et al., 2016, section 6).
-    """
+    """F1 of the words and exact match of a guess, the best over `answers`, as SQuAD 1.1 and ReCoRD count. Case,
+    punctuation and articles do not count (Rajpurkar et al., 2016, section 6)."""
     scores = [_overlap(_words(guess), _words(answer)) for answer in answers]
     return max(f1 for f1, _ in scores), max(exact for _, exact in scores)
 

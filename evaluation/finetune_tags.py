@@ -139,10 +139,8 @@ def tag_measures(predicted: Sequence[np.ndarray], gold: Sequence[np.ndarray], cl
 
 
 def first_pieces(offsets: Sequence[tuple[int, int]], words: Sequence[str], separator: str) -> list[int | None]:
-    """For each of `words`, joined by `separator`, its first token by the tokens' offsets [n] in characters.
-
-    A word's first token is the first with a character of the word; None where the tokenizer made nothing of it.
-    """
+    """For each of `words`, joined by `separator`, its first token by the tokens' offsets [n] in characters. A word's
+    first token is the first with a character of the word; None where the tokenizer made nothing of it."""
     found: list[int | None] = []
     begin = token = 0
     for word in words:
@@ -157,10 +155,8 @@ def first_pieces(offsets: Sequence[tuple[int, int]], words: Sequence[str], separ
 
 
 def row_pieces(pieces: Sequence[int | None], tokens: int, room: int) -> list[tuple[int, int]]:
-    """Stretches [first token, end) of at most `room` tokens for the rows of a sentence, cut before first pieces.
-
-    A word of more tokens than that is cut inside.
-    """
+    """Stretches [first token, end) of at most `room` tokens for the rows of a sentence, cut before first pieces. A word
+    of more tokens than that is cut inside."""
     starts = sorted({piece for piece in pieces if piece is not None} | {0})
     found, begin = [], 0
     while tokens - begin > room:

@@ -32,9 +32,7 @@ class TaskError(UsageError):
 @dataclass(frozen=True)
 class Examples:
     """Texts of each example, and labels [n]: int64 classes, float64 numbers, or objects: int64 arrays of words' tags.
-
-    groups: int64 [n], the question or query that an answer belongs to. details: what else a form needs of each.
-    """
+    groups: int64 [n], the question or query that an answer belongs to. details: what else a form needs of each."""
 
     texts: list[tuple[str, ...]]
     labels: np.ndarray
@@ -85,10 +83,8 @@ class Task:
 
 
 def find_tasks(folder: Path) -> list[tuple[str, Path, Path]]:
-    """Name, train and validation file of each task: subfolders with train.jsonl, or files NAME.train.jsonl.
-
-    .conll and .conllu stand for .jsonl, too. Raises TaskError where there is none, or one has no validation file.
-    """
+    """Name, train and validation file of each task: subfolders with train.jsonl, or files NAME.train.jsonl. .conll and
+    .conllu stand for .jsonl, too. Raises TaskError where there is none, or one has no validation file."""
     if not folder.is_dir():
         raise TaskError(f"--tasks is {folder}: there is no such folder.")
     found = []
@@ -114,10 +110,8 @@ def sibling(train: Path, part: str, suffix: str = "") -> Path:
 
 
 def split(examples: Examples, classes: int, fraction: float, seed: int) -> tuple[Examples, Examples]:
-    """The rest of the training examples, and a held-out part with `fraction` of each class, one at least.
-
-    Examples with groups stay together. A pure function of its arguments; both parts keep the file's order.
-    """
+    """The rest of the training examples, and a held-out part with `fraction` of each class, one at least. Examples with
+    groups stay together. A pure function of its arguments; both parts keep the file's order."""
     if examples.groups is not None:
         numbers = np.unique(examples.groups)
         _, held = split(Examples([()] * len(numbers), numbers), 0, fraction, seed)

@@ -109,10 +109,8 @@ class Finetuner:
         return encode(examples, self._tokenizer, self.settings.max_length, self._special, form, separator)
 
     def choose(self, task: Task, report: Callable[[str], None]) -> Choice:
-        """The learning rate and number of epochs that are best on a held-out part of train; of equals the first.
-
-        Raises UsageError where every candidate diverges.
-        """
+        """The learning rate and number of epochs that are best on a held-out part of train; of equals the first. Raises
+        UsageError where every candidate diverges."""
         settings = self.settings
         classes = 0 if task.form == TAGS else len(task.classes)
         rest, held_out = split(task.train, classes, settings.held_out, settings.seed)

@@ -129,10 +129,8 @@ def write_unmasked(model: LoadedModel, prompt: str, seed: int, length: int, step
 def write(
     model: LoadedModel, tasks: list[tuple[str, int]], max_new_tokens: int, sampling: Sampling, prefix: bool = False
 ) -> None:
-    """Print the continuations of prompts by their seeds, " ..." where one was cut off, and a blank line after each.
-
-    All are computed together. The first that is not finished is printed as it grows; the others wait for their turn.
-    """
+    """Print the continuations of prompts by their seeds, " ..." where one was cut off, and a blank line after each. All
+    are computed together. The first that is not finished is printed as it grows; the others wait for their turn."""
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
     prompts = [model.encode(prompt) for prompt, _ in tasks]
     streams = [TextStream(model, prompt) for prompt in prompts]

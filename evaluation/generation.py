@@ -95,10 +95,8 @@ class LoadedModel:
         return [self.special_id("bos"), *ids, *self.closing]
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; what looks like a special token in it is plain text.
-
-        Raises UsageError where the text came from bytes that are not UTF-8.
-        """
+        """Return the ids of a text; what looks like a special token in it is plain text. Raises UsageError where the
+        text came from bytes that are not UTF-8."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:  # Python keeps foreign bytes of the command line as lone surrogates
@@ -111,10 +109,8 @@ class LoadedModel:
 
     @torch.no_grad()  # not inference mode: training goes on with what the model caches here
     def logits(self, ids: list[int], positions: list[int], causal: bool) -> Tensor:
-        """Return the logits, float64 [len(positions), V] on the CPU, at positions of one document's row of ids [T].
-
-        The logits at position i are those of the token at i + 1.
-        """
+        """Return the logits, float64 [len(positions), V] on the CPU, at positions of one document's row of ids [T]. The
+        logits at position i are those of the token at i + 1."""
         row = torch.tensor([ids], dtype=torch.int64, device=self.device)
         wanted = torch.tensor(positions, dtype=torch.int64, device=self.device)
         return self.model(row, torch.zeros_like(row), causal, wanted).to("cpu", torch.float64)
@@ -225,10 +221,8 @@ def unmask(
 
 
 class TextStream:
-    """Turns tokens that follow a prompt into text, as soon as it is certain.
-
-    A character may be spread over several tokens: text waits while it ends within one. `num_tokens` counts them.
-    """
+    """Turns tokens that follow a prompt into text, as soon as it is certain. A character may be spread over several
+    tokens: text waits while it ends within one. `num_tokens` counts them."""
 
     def __init__(self, model: LoadedModel, prompt: list[int]) -> None:
         self.num_tokens = 0
@@ -273,10 +267,8 @@ def add_weights_flags(parser: Parser) -> None:
 
 
 def load(path: str | Path, ema: bool | str, device: str) -> LoadedModel:
-    """The model at MODEL, with --ema or --average and --device as given.
-
-    Raises CheckpointError, ConfigError or ModelConfigError, each with one sentence.
-    """
+    """The model at MODEL, with --ema or --average and --device as given. Raises CheckpointError, ConfigError or
+    ModelConfigError, each with one sentence."""
     check_environment()
     model, tokenizer, _ = load_model(path, ema=ema, device=choose_device(device))
     return LoadedModel.of(model, tokenizer, load_special_tokens(path, tokenizer))

@@ -48,9 +48,7 @@ class Evaluations:
 
     def owed(self, step: int, lines: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
         """Of what is due at the step that a run resumes from, what its last start has not measured, ended by a stop.
-
-        lines: of that step in metrics.jsonl. At a step that another run has made, a branch owes nothing.
-        """
+        lines: of that step in metrics.jsonl. At a step that another run has made, a branch owes nothing."""
         measured = {kind_of(line) for line in lines}
         return tuple(kind for kind in self.due(step) if kind not in measured) if STEP in measured else ()
 

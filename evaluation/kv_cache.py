@@ -150,10 +150,8 @@ class _AttentionCache:
         ]
 
     def attend(self, x: Tensor, distance: Tensor, bias: Tensor) -> Tensor:
-        """Output [B, n, D] for the n newest tokens x [B, n, D] as the residual stream gives them.
-
-        distance: int64 [n, T]. bias: float [B, 1, n, T].
-        """
+        """Output [B, n, D] for the n newest tokens x [B, n, D] as the residual stream gives them. distance: int64 [n,
+        T]. bias: float [B, 1, n, T]."""
         attention, config = self.attention, self._config
         x = attention.input_layer_norm(x)
         heads = (config.num_attention_heads, config.num_key_value_heads)

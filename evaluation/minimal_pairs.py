@@ -116,10 +116,8 @@ def score(
 
 
 def selecting_half(pairs: Sequence[Pair]) -> np.ndarray:
-    """Which pairs, bool [n], a temperature is chosen on: half of each file, by a hash of the sentences.
-
-    The order of lines plays no part. Of an odd number of pairs, the smaller half.
-    """
+    """Which pairs, bool [n], a temperature is chosen on: half of each file, by a hash of the sentences. The order of
+    lines plays no part. Of an odd number of pairs, the smaller half."""
     chosen = np.zeros(len(pairs), bool)
     by_paradigm: dict[str, list[int]] = {}
     for index, pair in enumerate(pairs):

@@ -76,10 +76,8 @@ class Accuracy(NamedTuple):
 
 
 def read_pair_sets(paths: Sequence[str | Path], flag: str) -> list[PairSet]:
-    """The sets at `paths`: a file is one, and so is every folder with .jsonl files, also inside a given folder.
-
-    flag: named in errors. Raises ConfigError, a sentence with file and line.
-    """
+    """The sets at `paths`: a file is one, and so is every folder with .jsonl files, also inside a given folder. flag:
+    named in errors. Raises ConfigError, a sentence with file and line."""
     sets: list[PairSet] = []
     for path in map(Path, paths):
         if path.is_dir():
@@ -111,10 +109,8 @@ def read_pairs(path: Path, flag: str) -> list[Pair]:
 
 
 def read_lines(path: Path, flag: str, thing: str) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, each with where it stands, for errors. Raises ConfigError.
-
-    thing: what a line holds. A line with another value than an object counts as an empty one.
-    """
+    """The objects of a JSONL file, each with where it stands, for errors. Raises ConfigError. thing: what a line holds.
+    A line with another value than an object counts as an empty one."""
     found = []
     for number, line in enumerate(read_text(path, flag).split("\n"), 1):
         if line.strip():
@@ -180,10 +176,8 @@ def chosen_modes(mode: str, known: tuple[str, ...] = MODES) -> tuple[str, ...]:
 
 
 def correctness(scores: np.ndarray) -> np.ndarray:
-    """How far the first of C choices wins: 1 where it has the highest score, 1 / k where k share it, else 0.
-
-    [..., C] -> [...]; of a pair of sentences the good one is the first.
-    """
+    """How far the first of C choices wins: 1 where it has the highest score, 1 / k where k share it, else 0. [..., C]
+    -> [...]; of a pair of sentences the good one is the first."""
     best = scores == scores.max(axis=-1, keepdims=True)
     return best[..., 0] / np.maximum(best.sum(axis=-1), 1)  # NaN is best nowhere
 

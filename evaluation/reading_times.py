@@ -33,9 +33,7 @@ _RESAMPLES = 1000
 @dataclass(frozen=True)
 class ReadingTimes:
     """n words. places: (text before, word), n of the words and n of those before them. columns: numbers, NaN: none.
-
-    controls: frequency, length and context length, float64 [n, 3]; before: frequency and length of the word before.
-    """
+    controls: frequency, length and context length, float64 [n, 3]; before: frequency and length of the word before."""
 
     places: tuple[tuple[str, str], ...]
     times: dict[str, np.ndarray]
@@ -105,9 +103,7 @@ def surprisals(sums: np.ndarray, owners: np.ndarray, count: int) -> np.ndarray:
 
 def results(data: ReadingTimes, surprisal: np.ndarray, resamples: int = _RESAMPLES) -> dict[str, Any]:
     """Gains in R2 as JSON: of each column, and their mean for eye tracking; 95 % intervals by the bootstrap over words.
-
-    surprisal: nats [2 n], of the words and of those before. Without `resamples` the intervals are the gains alone.
-    """
+    surprisal: nats [2 n], of the words and of those before. Without `resamples` the intervals are the gains alone."""
     own, before = np.split(surprisal[:, None], 2)
     drawn = np.random.default_rng(0).multinomial(len(own), [1 / len(own)] * len(own), size=resamples)
     found: dict[str, Any] = {"measures": {}}

@@ -164,10 +164,8 @@ def labelled(samples: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
 
 
 def corpus_texts(model: LoadedModel, corpus: Corpus, count: int) -> tuple[list[Prompt], list[Cloze]]:
-    """`count` documents to continue and `count` others with two gaps each, spread evenly over the corpus.
-
-    Gaps are words of one token and at least three letters; too short documents are passed over.
-    """
+    """`count` documents to continue and `count` others with two gaps each, spread evenly over the corpus. Gaps are
+    words of one token and at least three letters; too short documents are passed over."""
     mask = model.special_id("mask")
     prompts: list[Prompt] = []
     clozes: list[Cloze] = []
@@ -200,10 +198,8 @@ def _pieces(model: LoadedModel, ids: list[int]) -> list[str]:
 
 
 def _choose_gaps(texts: list[str]) -> list[int]:
-    """Positions of two words of one token each, at about a third and two thirds of the text; [] without them.
-
-    texts: what each token adds to the text.
-    """
+    """Positions of two words of one token each, at about a third and two thirds of the text; [] without them. texts:
+    what each token adds to the text."""
     ends = [*(not text[:1].isalpha() for text in texts[1:]), True]  # whether the next token begins something new
     words = [
         n
@@ -237,10 +233,8 @@ def _until(wanted: Callable[[], bool], items: Iterable[_Item]) -> Iterator[_Item
 def continue_prompts(
     model: LoadedModel, prompts: Sequence[Prompt], wanted: Callable[[], bool] = lambda: False
 ) -> list[dict[str, Any]]:
-    """A continuation of each prompt, from the same random numbers each time; " ..." where it was going on.
-
-    wanted: whether to give up, which is asked after each token and raises Abandoned.
-    """
+    """A continuation of each prompt, from the same random numbers each time; " ..." where it was going on. wanted:
+    whether to give up, which is asked after each token and raises Abandoned."""
     written: list[list[int]] = [[] for _ in prompts]
     generators = [torch.Generator().manual_seed(number) for number in range(len(prompts))]
     if prompts:

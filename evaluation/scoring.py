@@ -74,10 +74,8 @@ class ScoringModel(Scorer):
 def add_scoring_flags(
     parser: Parser, document_end: bool | None, modes: Sequence[str] = MODES, several: bool = False
 ) -> None:
-    """The flags that choose a model, or several, and say how it is run.
-
-    document_end: the default of that flag, None as trained. modes: that --mode offers beside all; () for no such flag.
-    """
+    """The flags that choose a model, or several, and say how it is run. document_end: the default of that flag, None as
+    trained. modes: that --mode offers beside all; () for no such flag."""
     add_model_flags(parser, several)
     parser.add_argument(
         "--document_end", action=argparse.BooleanOptionalAction, default=document_end,

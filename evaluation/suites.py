@@ -246,10 +246,8 @@ def _lambada(file: Path, tokenizer: Tokenizer, special: SpecialIds) -> Suite:
 
 
 def measure_suites(scorer: Scorer, suites: Sequence[Suite], mode: str) -> dict[str, float]:
-    """Metrics `eval/MODE/NAME` and `eval/MODE/NAME/PART` of all suites, in the modes of --evaluate_mode's value.
-
-    All ranks take part.
-    """
+    """Metrics `eval/MODE/NAME` and `eval/MODE/NAME/PART` of all suites, in the modes of --evaluate_mode's value. All
+    ranks take part."""
     modes = chosen_modes(mode)
     values: dict[str, dict[str, np.ndarray]] = {suite.name: {} for suite in suites}
     for objective in objectives(modes):
@@ -303,9 +301,7 @@ class ZeroShot:
 
     def measure(self, state: TrainState, tokens: int, wanted: Callable[[], bool]) -> dict[str, Any]:
         """Metrics of the averaged weights, in batches of the shape that validation uses. tokens: trained on so far.
-
-        wanted: as in `Scorer`.
-        """
+        wanted: as in `Scorer`."""
         config, autocast = self._config, state.forward_backward.mixed_precision
         shape = BatchShape(config.local_batch_size, config.seq_length)
         scorer = Scorer(state.model, self._special, state.world, shape, autocast, wanted)

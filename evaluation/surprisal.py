@@ -83,10 +83,8 @@ def measure(options: argparse.Namespace) -> None:
 def encode_by_span(
     tokenizer: Tokenizer, texts: Sequence[str], ends: Sequence[Sequence[int]], special: SpecialIds
 ) -> TokenizedSentences:
-    """Tokenised texts whose `words` are spans of characters, counted from 0 in each text.
-
-    ends: where each span of each text ends, at least one; a token is of the span that its last character is in.
-    """
+    """Tokenised texts whose `words` are spans of characters, counted from 0 in each text. ends: where each span of each
+    text ends, at least one; a token is of the span that its last character is in."""
     sentences = encode_sentences(tokenizer, texts, special)
     words = np.full(len(sentences.ids), _OUTSIDE)
     encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)

@@ -83,9 +83,7 @@ class BatchShape:
 @dataclass(frozen=True)
 class Scorer:
     """A model in evaluation mode on world.device, and how it is run. shape: rows grow where a sentence is longer.
-
-    autocast: bf16. wanted: whether this rank wants to stop; all ranks then raise Abandoned at the next batch.
-    """
+    autocast: bf16. wanted: whether this rank wants to stop; all ranks then raise Abandoned at the next batch."""
 
     model: Model
     special: SpecialIds
@@ -240,10 +238,8 @@ def _count_up(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _batches(documents: _Documents, shape: BatchShape) -> Iterator[tuple[_Documents, np.ndarray]]:
-    """Batches of documents, each with the flat index of its first token in [rows, length].
-
-    documents come by length. Rows take documents of one length alone: as many as fit.
-    """
+    """Batches of documents, each with the flat index of its first token in [rows, length]. documents come by length.
+    Rows take documents of one length alone: as many as fit."""
     row, rows = np.zeros(len(documents.lengths), np.int64), 0
     column = np.zeros_like(row)
     lengths, first, counts = np.unique(-documents.lengths, return_index=True, return_counts=True)

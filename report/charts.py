@@ -32,10 +32,8 @@ def hue_of(name: str, number: int) -> str:
 
 
 def axes_of(run: Run) -> dict[str, list[float]]:
-    """Steps of a run, and the tokens and hours at them, for the page to put steps on any axis.
-
-    "tokens" or "hours" is left out where the run did not log what it needs.
-    """
+    """Steps of a run, and the tokens and hours at them, for the page to put steps on any axis. "tokens" or "hours" is
+    left out where the run did not log what it needs."""
     steps = np.array(sorted({step for values in run.metrics.series.values() for step in values}), dtype=np.float64)
     if len(steps) > 1000:
         steps = steps[np.unique(np.linspace(0, len(steps) - 1, 1000).astype(int))]

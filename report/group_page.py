@@ -20,8 +20,7 @@ _STRONGEST = 60  # percent of colour in a cell of a heat map, so that its number
 
 def group_page(runs: list[Run], by: Sequence[str] = (), baseline: str = "") -> str:
     """The whole page. by: the settings that groups differ in (default: all that differ). baseline: a run of the group
-    that others are compared with (default: the first run). Raises ReportError.
-    """
+    that others are compared with (default: the first run). Raises ReportError."""
     groups, scores = group_runs(runs, by), scores_of(runs)
     if not scores:
         raise ReportError("these runs have no held-out loss and no zero-shot score yet: there is nothing to compare.")

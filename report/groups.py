@@ -26,9 +26,7 @@ _SHORT_HASH = 8
 @dataclass(frozen=True)
 class Score:
     """A figure that runs are compared by. values: by the number of the run; percent: fractions, to be shown times 100.
-
-    set: of a part of a suite, such as one of BLiMP's phenomena, the mode and the suite that it belongs to.
-    """
+    set: of a part of a suite, such as one of BLiMP's phenomena, the mode and the suite that it belongs to."""
 
     name: str
     values: dict[int, float]
@@ -62,9 +60,7 @@ def shown(value: Any) -> str:
 
 def group_runs(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
     """Runs with the same settings, in order of first appearance; seeds and what does not change training do not count.
-
-    by: only these settings count (learning_rate, model.hidden_size). Raises ReportError for one that no run has.
-    """
+    by: only these settings count (learning_rate, model.hidden_size). Raises ReportError for one that no run has."""
     every = [flattened(run.config) for run in runs]
     names = list(dict.fromkeys(name for settings in every for name in settings))
     if by:

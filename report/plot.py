@@ -219,10 +219,8 @@ def with_styles(runs: list[Metrics]) -> list[tuple[Metrics, Any, str]]:
 
 
 def draw_objectives(axes: Axes, runs: list[Metrics], x_axis: str, measure: str, title: str) -> None:
-    """Draw "train/", "valid/" and "valid/ema_" series of a measure, one colour per objective.
-
-    A run without a loss per objective shows the loss of its mix in black.
-    """
+    """Draw "train/", "valid/" and "valid/ema_" series of a measure, one colour per objective. A run without a loss per
+    objective shows the loss of its mix in black."""
     axes.set_title(title, loc="left")
     drawn: list[np.ndarray] = []
     colours = objective_colours(runs)

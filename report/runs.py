@@ -115,10 +115,8 @@ def run_of(folder: Path) -> Run | None:
 
 
 def read_runs(paths: list[str], results: Sequence[Path] = ()) -> list[Run]:
-    """Read several runs. results: more files of results than those in the run folders, each of any of the runs.
-
-    Raises ReportError, one sentence, where one of them is no run or has no metrics yet, or a file is of none of them.
-    """
+    """Read several runs. results: more files of results than those in the run folders, each of any of the runs. Raises
+    ReportError, one sentence, where one of them is no run or has no metrics yet, or a file is of none of them."""
     try:
         found = load_all_metrics(paths)
     except OSError as error:
@@ -189,10 +187,8 @@ _GROUPS = ("flags", "model", "data", "versions")
 
 
 def read_starts(folder: Path, config: Mapping[str, Any], status: Mapping[str, Any]) -> list[Start]:
-    """Every start that config.json or attempts.jsonl knows, each with how it ended.
-
-    config.json has those that came as far as training; a start that is in attempts.jsonl alone ended before that.
-    """
+    """Every start that config.json or attempts.jsonl knows, each with how it ended. config.json has those that came as
+    far as training; a start that is in attempts.jsonl alone ended before that."""
     launches = config.get("launches", [])
     known = {_key(launch) for launch in launches}
     early = [attempt for attempt in json_objects(folder / "attempts.jsonl") if _key(attempt) not in known]
@@ -275,10 +271,8 @@ def unit_of(largest: float) -> float:
 
 
 def result_files(folder: Path, more: Sequence[Path] = ()) -> list[tuple[int | None, ResultFile]]:
-    """The results that evaluation/ left in a run folder and in `more` files, each with the step of its checkpoint.
-
-    None is the step of a file that was made of the run folder, and of a checkpoint that is gone. The newest come last.
-    """
+    """The results that evaluation/ left in a run folder and in `more` files, each with the step of its checkpoint. None
+    is the step of a file that was made of the run folder, and of a checkpoint that is gone. The newest come last."""
     found = []
     for path in [*find_results(folder), *more]:
         if path.name not in _OWN_FILES and (file := read_results(path)):
@@ -300,10 +294,8 @@ def by_checkpoint(files: Sequence[tuple[int | None, ResultFile]]) -> dict[str, d
 
 
 def pairs_in_files(folder: Path) -> dict[tuple[str, str], float]:
-    """Zero-shot results in the JSON files that evaluation/ left in a run folder; those of the newest file win.
-
-    Names are as in the metrics: SET for the mean of its files, SET/PHENOMENON for a part of it.
-    """
+    """Zero-shot results in the JSON files that evaluation/ left in a run folder; those of the newest file win. Names
+    are as in the metrics: SET for the mean of its files, SET/PHENOMENON for a part of it."""
     every = [each for _, file in result_files(folder) for each in file.results]
     return {(each.mode, each.name): each.value for each in every if _is_score(each)}
 
