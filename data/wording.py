@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 
 def size_text(count: float) -> str:
@@ -28,6 +28,16 @@ def time_text(seconds: float) -> str:
 def count(number: int, word: str) -> str:
     """`1 rank`, `2 ranks`, `3 micro-batches`."""
     return f"{number:,} {word}" + ("" if number == 1 else "es" if word.endswith("ch") else "s")
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Rows of cells as lines, each column as wide as its widest cell; `left`: columns whose cells begin at its left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        lines.append("  ".join(cell.ljust(w) if n in left else cell.rjust(w) for n, (cell, w) in cells).rstrip())
+    return lines
 
 
 def ranks_text(ranks: Iterable[int], separator: str = ", ") -> str:

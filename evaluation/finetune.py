@@ -33,6 +33,7 @@ import torch
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
+from data.wording import aligned
 from evaluation.finetune_data import read_task
 from evaluation.finetune_forms import Outputs, task_measures
 from evaluation.finetune_predictions import write_predictions
@@ -224,9 +225,7 @@ def run_task(finetuner: Finetuner, task: Task, predictions: Path | None = None) 
     return {
         "metric": task.metric,
         "score": statistics.fmean(columns[task.metric]),
-        "measures": {
-            name: {"mean": statistics.fmean(v), "deviation": deviation(v), "values": v} for name, v in columns.items()
-        },
+        "measures": {name: over_seeds(values) for name, values in columns.items()},
         "form": task.form,
         "simplest": simplest(finetuner, task),
         "seeds": seeds,
@@ -259,9 +258,10 @@ def simplest(finetuner: Finetuner, task: Task) -> float | None:
     return task_measures(task, outputs, valid, task.valid)[task.metric]
 
 
-def deviation(values: list[float]) -> float | None:
-    """Standard deviation of a sample; None for a single value."""
-    return statistics.stdev(values) if len(values) > 1 else None
+def over_seeds(values: list[float]) -> dict[str, Any]:
+    """A measure's values with their mean and standard deviation, None of a single value."""
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "deviation": deviation, "values": values}
 
 
 def save(path: Path, report: dict[str, Any]) -> None:
@@ -292,14 +292,7 @@ def table(report: dict[str, Any]) -> str:
         ])  # fmt: skip
     if len(report["tasks"]) > 1:
         rows.append(["average", "", "", "", "", f"{100 * report['average']:.1f}", "", "", "", "", ""])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    left = (0, 3, 7)  # columns of words
-    lines = [
-        "  ".join(
-            c.ljust(w) if n in left else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = aligned(rows, left=(0, 3, 7))  # columns of words
     lines.insert(1, "-" * max(map(len, lines)))
     return "\n".join(lines)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from evaluation.finetune_task import (
     check_fields,
     chosen_metric,
     class_weights,
+    fields_in,
+    fill,
     label_name,
     read_numbers,
     read_rows,
@@ -56,7 +57,6 @@ USUAL_METRICS = {"cola": "matthews", "mrpc": "f1", "qqp": "f1", "stsb": "spearma
 _FEWEST_TRAIN, _FEWEST_VALID, _MOST_CLASSES = 10, 2, 200
 _DETAILS = ("idx", "_group", "_answer", "_credit", *SPANS)  # of a row, beside its texts and label
 _SQUAD = {"context", "answers"}  # fields of a task that no label of a text solves
-_FIELD = re.compile(r"\{(\w+)\}")
 
 
 def read_task(name: str, train: Path, valid: Path, settings_path: Path | None = None, test: Path | None = None) -> Task:
@@ -85,7 +85,7 @@ def _read_texts(
 ) -> Task:
     train, field, examples = files[0][0], settings.get("label", "label"), []
     templates = ("{sentence1}", "{sentence2}") if form == WORDS else _templates(train, fields, settings)
-    text_fields = {found for template in templates for found in _FIELD.findall(template)}
+    text_fields = fields_in(templates)
     for path, rows in files[:2]:
         check_fields(path, rows, train, fields, text_fields, {field})
     labels = [row[field] for _, row in files[0][1]]
@@ -117,7 +117,7 @@ def _read_texts(
 
 
 def _examples(path: Path, templates: tuple[str, ...], rows: Rows, labels: np.ndarray, form: str) -> Examples:
-    texts = [_fill(templates, row) for _, row in rows]
+    texts = [fill(templates, row) for _, row in rows]
     details = [{key: row[key] for key in row if key in _DETAILS} for _, row in rows]
     if form == WORDS:
         for number, row in rows:
@@ -147,7 +147,7 @@ def _templates(path: Path, fields: set[str], settings: dict[str, Any]) -> tuple[
     if "texts" in settings:
         return tuple(settings["texts"])
     for templates in TEMPLATES:
-        if all(field in fields for text in templates for field in _FIELD.findall(text)):
+        if fields_in(templates) <= fields:
             return templates
     if fields >= _SQUAD:
         raise TaskError(
@@ -159,10 +159,6 @@ def _templates(path: Path, fields: set[str], settings: dict[str, Any]) -> tuple[
         f"{path}:1: the fields {', '.join(sorted(fields))} hold no text under a known name (sentence; sentence1 and "
         'sentence2; ...); rename them, or give "texts" in task.json.'
     )
-
-
-def _fill(templates: tuple[str, ...], row: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(_FIELD.sub(lambda match: row[match[1]], template) for template in templates)
 
 
 def _classes(path: Path, labels: list[Any], settings: dict[str, Any]) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ among all positives and negatives of its batch, by cosine / 0.05 (SimCSE: Gao et
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,14 @@ from evaluation.finetune_task import (
     TaskError,
     check_fields,
     chosen_metric,
+    fields_in,
+    fill,
     read_numbers,
 )
 
 _TEMPERATURE = 0.05
 _TRIPLE = ("anchor", "positive", "negative")
 _SCORED = ("sentence1", "sentence2")
-_FIELD = re.compile(r"\{(\w+)\}")
 
 
 def read_embeddings(name: str, files: Sequence[tuple[Path, Rows]], settings: Mapping[str, Any]) -> Task:
@@ -47,12 +47,10 @@ def read_embeddings(name: str, files: Sequence[tuple[Path, Rows]], settings: Map
     measured = tuple(f"{{{field}}}" for field in _SCORED) if scored else trained
     examples = []
     for path, lines, templates in ((train, rows, trained), (valid, held, measured)):
-        texts = {found for template in templates for found in _FIELD.findall(template)}
         numbers = {"score"} if scored and path is valid else set()
-        check_fields(path, lines, path, set(lines[0][1]), texts, numbers)
+        check_fields(path, lines, path, set(lines[0][1]), fields_in(templates), numbers)
         labels = read_numbers(path, lines, "score") if numbers else np.zeros(len(lines), dtype=np.int64)
-        filled = [tuple(_FIELD.sub(lambda m, row=row: row[m[1]], each) for each in templates) for _, row in lines]
-        examples.append(Examples(filled, labels))
+        examples.append(Examples([fill(templates, row) for _, row in lines], labels))
     known = REGRESSION if scored else ("accuracy",)
     metric = chosen_metric(train, settings, known[-1], known, "embeddings")
     return Task(name, (), 0, metric, examples[0], examples[1], EMBEDDINGS)

@@ -19,7 +19,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 from data.atomic_io import json_object
 from data.cli import Parser
-from evaluation.finetune import deviation, save, table
+from evaluation.finetune import over_seeds, save, table
 from evaluation.generation import UsageError, run
 
 _ABOUT = ("model", "ema")  # which have to be the same in all files
@@ -68,10 +68,7 @@ def joined(by_rate: dict[float, list[dict[str, Any]]]) -> dict[str, Any]:
     return {
         **entries[0],
         "score": statistics.fmean(values[entries[0]["metric"]]),
-        "measures": {
-            name: {"mean": statistics.fmean(of), "deviation": deviation(of), "values": of}
-            for name, of in values.items()
-        },
+        "measures": {name: over_seeds(of) for name, of in values.items()},
         "seeds": [seed for of in entries for seed in of["seeds"]],
         "epochs": statistics.median(of["epochs"] for of in entries),
         "held_out_score": means[best],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ TEXTS, WORDS, CHOICES, QUESTIONS, RECORD = "texts", "words", "choices", "questio
 TAGS, EMBEDDINGS = "tags", "embeddings"
 CONLL = (".conll", ".conllu")
 _SETTINGS = {"texts", "label", "kind", "metric", "labels", "positive", "class_weights", "separator"}
+_FIELD = re.compile(r"\{(\w+)\}")
 _KINDS = ("classification", "regression", EMBEDDINGS)
 
 Rows = list[tuple[int, dict[str, Any]]]  # numbers of lines, from 1, and the objects in them
@@ -201,6 +203,16 @@ def check_fields(path: Path, rows: Rows, train: Path, fields: set[str], texts: s
         for field in sorted(texts):
             if not isinstance(row[field], str):
                 raise TaskError(f"{path}:{number}: {field} is {json.dumps(row[field])[:40]}; a text must be a string.")
+
+
+def fields_in(templates: Iterable[str]) -> set[str]:
+    """The fields of rows that templates of texts such as "{premise} {question}" name."""
+    return {field for template in templates for field in _FIELD.findall(template)}
+
+
+def fill(templates: Iterable[str], row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The texts that templates make of a row."""
+    return tuple(_FIELD.sub(lambda match: row[match[1]], template) for template in templates)
 
 
 def label_name(value: Any) -> str:

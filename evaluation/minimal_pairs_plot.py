@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evaluation.generation import UsageError
 from evaluation.pair_accuracy import PHENOMENON
-from report.plot import INK, OBJECTIVE_COLOURS, PALE, STYLE
+from report.plot import INK, OBJECTIVE_COLOURS, PALE, STYLE, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +36,6 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     panels = {name: _rows(found) for name, found in results["sets"].items()}
     heights = [max(2, len(rows)) for rows in panels.values()]
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     with pyplot.rc_context(STYLE):
         size = (9.5, 1.6 + 0.42 * sum(heights) + 0.6 * len(heights))
         figure, axes = pyplot.subplots(
@@ -47,12 +45,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             _draw_set(panel, name, rows, results["sets"][name])
         axes[-1, 0].set_xlabel("accuracy in %, with 95 % intervals")
         axes[0, 0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0.2)
-        try:
-            figure.savefig(temporary, dpi=120)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-            pyplot.close(figure)
+        save_picture(figure, path)
 
 
 def _rows(found: dict[str, Any]) -> list[tuple[str, dict[str, dict[str, float]]]]:

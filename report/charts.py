@@ -80,30 +80,26 @@ def objective_charts(runs: list[Run], measure: str, title: str, **options: Any) 
     for position, objective in enumerate(objectives(run.metrics for run in runs)):
         colour = hue_of(objective, position)
         lines = _noisy(runs, f"train/{objective}_{measure}", colour)
-        for number, run in enumerate(runs):
-            hue = colour if len(runs) == 1 else run_colour(number)
-            lines.append(_line(run, number, f"valid/{objective}_{measure}", "valid", hue, "validation"))
-            lines.append(_line(run, number, f"valid/ema_{objective}_{measure}", "ema", hue, "validation, EMA"))
-        charts += _chart(f"{objective}_{measure}", f"{objective.capitalize()} {title}", lines, **options)
-        charts += _set_charts(runs, objective, measure, f"{objective.capitalize()} {title}", colour, **options)
+        name, heading = f"{objective}_{measure}", f"{objective.capitalize()} {title}"
+        charts += _chart(name, heading, [*lines, *_validation(runs, "valid/", name, colour)], **options)
+        key = re.compile(rf"valid/([^/]+)/(?:ema_)?{re.escape(name)}")  # of several held-out sets, each a small chart
+        found = (key.fullmatch(each) for run in runs for each in run.metrics.series)
+        for held_out in dict.fromkeys(match[1] for match in found if match):
+            lines = _validation(runs, f"valid/{held_out}/", name, colour)
+            charts += _chart(f"{name}_{held_out}", f"{heading}, {held_out}", lines, **{**options, "small": True})
     if not charts:
         charts = _chart(measure, title.capitalize(), _noisy(runs, f"train/{measure}"), **options)
     return charts
 
 
-def _set_charts(runs: list[Run], objective: str, measure: str, title: str, colour: str, **options: Any) -> list[Chart]:
-    """A small chart of `valid/NAME/...` for each of several held-out sets."""
-    key = re.compile(rf"valid/([^/]+)/(?:ema_)?{re.escape(objective)}_{measure}")
-    names = dict.fromkeys(found[1] for run in runs for each in run.metrics.series if (found := key.fullmatch(each)))
-    charts: list[Chart] = []
-    for name in names:
-        lines = []
-        for number, run in enumerate(runs):
-            hue = colour if len(runs) == 1 else run_colour(number)
-            lines.append(_line(run, number, f"valid/{name}/{objective}_{measure}", "valid", hue, "validation"))
-            lines.append(_line(run, number, f"valid/{name}/ema_{objective}_{measure}", "ema", hue, "validation, EMA"))
-        charts += _chart(f"{objective}_{measure}_{name}", f"{title}, {name}", lines, **{**options, "small": True})
-    return charts
+def _validation(runs: list[Run], prefix: str, name: str, colour: str) -> list[dict[str, Any]]:
+    """Validation of every run's weights and of their average."""
+    lines = []
+    for number, run in enumerate(runs):
+        hue = colour if len(runs) == 1 else run_colour(number)
+        lines.append(_line(run, number, f"{prefix}{name}", "valid", hue, "validation"))
+        lines.append(_line(run, number, f"{prefix}ema_{name}", "ema", hue, "validation, EMA"))
+    return lines
 
 
 def pair_names(runs: list[Run]) -> tuple[list[str], list[str]]:

@@ -22,6 +22,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 from data.atomic_io import json_objects, write_atomically
 from data.cli import Parser, run_command
+from data.wording import aligned
 from report.charts import Chart, is_set, pair_names, rounded_line, run_colour, spoken
 from report.metrics import ReportError, objectives
 from report.page import body, document_with_charts, figure, page_data, pair_table, swatch, toolbar
@@ -134,9 +135,7 @@ def in_short(runs: list[Run], found: Sequence[Measure]) -> list[str]:
     """Table, verdict and samples as lines of a terminal."""
     rows = [("before training", [m.text(m.before) for m in found])] if any(m.before is not None for m in found) else []
     rows += [(run.name, [m.text(m.values[n]) for m in found]) for n, run in enumerate(runs)]
-    width = max(len(name) for name, _ in rows)
-    lines = [" " * width + "".join(f"  {m.name:>12}" for m in found)]
-    lines += [f"{name:<{width}}" + "".join(f"  {cell:>12}" for cell in cells) for name, cells in rows]
+    lines = aligned([["", *(m.name for m in found)], *([name, *cells] for name, cells in rows)])
     lines += [""] + [line for text in verdict(runs, found) for line in textwrap.wrap(text, 110)] + [""]
     for step in sample_steps(runs[0]):
         lines.append(f"{runs[0].name}, step {step}:")

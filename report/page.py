@@ -27,14 +27,7 @@ _ICON = (
 _MOST_COLUMNS = 6  # of figures side by side
 _OPEN_CHARTS = 24  # of minimal pairs by phenomenon; more of them start folded
 _BARS = 4  # columns of scores beside which there is room for a bar each
-_STATES = {
-    "running": "running",
-    "finished": "finished",
-    "stopped": "stopped",
-    "requeued": "requeued",
-    "requeue_wanted": "requeued",
-    "failed": "failed",
-}
+_STATES = ("running", "finished", "stopped", "requeued", "failed")
 
 
 @dataclass(frozen=True)
@@ -44,7 +37,6 @@ class Figure:
     name: str
     value: str
     remark: str = ""
-    best: bool = False
 
 
 def page(runs: list[Run], refresh: float = 0.0) -> str:
@@ -166,7 +158,7 @@ def header(runs: list[Run], title: str) -> str:
     if len(runs) == 1:
         run = runs[0]
         parts = [f"<header><p class='kicker'>Training report</p><h1>{html.escape(title)}{chip(run)}</h1>"]
-        if line := guarded(_lead, run):
+        if line := guarded(model_line, run):
             parts.append(line)
         found = figures(run)
         columns = len(found) if len(found) <= _MOST_COLUMNS else -(-len(found) // 2)
@@ -188,17 +180,12 @@ def swatch(number: int) -> str:
 
 def chip(run: Run) -> str:
     """The run's state as a small label."""
-    state = _STATES.get(run.state, "")
-    return f'<span class="chip {state}">{state}</span>' if state else ""
-
-
-def _lead(run: Run) -> str:
-    line = model_line(run)
-    return f'<p class="lead">{html.escape(line)}</p>' if line else ""
+    state = "requeued" if run.state == "requeue_wanted" else run.state
+    return f'<span class="chip {state}">{state}</span>' if state in _STATES else ""
 
 
 def model_line(run: Run) -> str:
-    """Model, ratio of the objectives and device in one line."""
+    """Model, ratio of the objectives and device in one line; "" where nothing is known."""
     model, flags = run.config.get("model", {}), run.config.get("flags", {})
     parts = []
     if model:
@@ -213,7 +200,7 @@ def model_line(run: Run) -> str:
         parts.append(f"{flags['optimizer'].upper()}, peak learning rate {flags['learning_rate']:g}")
     if run.starts and run.starts[-1].device:
         parts.append(run.starts[-1].device)
-    return "  ·  ".join(parts)
+    return f'<p class="lead">{html.escape("  ·  ".join(parts))}</p>' if parts else ""
 
 
 def progress(run: Run) -> str:

@@ -105,18 +105,24 @@ def draw(runs: list[Metrics], output: Path, x_axis: str = "tokens") -> None:
 
     if not all("stats/tokens" in run.series for run in runs):
         x_axis = "step"  # the one axis that all of them have
-    temporary = output.with_name(f".{output.stem}.{os.getpid()}{output.suffix or '.png'}")
     with pyplot.rc_context(STYLE):
-        figure = build_figure(runs, x_axis)
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(temporary, dpi=120)
-            os.replace(temporary, output)
-        except ValueError as error:
-            raise ReportError(f"{output} cannot be written: {error}") from None
-        finally:
-            temporary.unlink(missing_ok=True)
-            pyplot.close(figure)
+        save_picture(build_figure(runs, x_axis), output)
+
+
+def save_picture(figure: Figure, output: Path) -> None:
+    """Save and close a figure; the file is whole or absent. Raises ReportError for an ending of no format."""
+    from matplotlib import pyplot
+
+    temporary = output.with_name(f".{output.stem}.{os.getpid()}{output.suffix or '.png'}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(temporary, dpi=120)
+        os.replace(temporary, output)
+    except ValueError as error:
+        raise ReportError(f"{output} cannot be written: {error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+        pyplot.close(figure)
 
 
 def build_figure(runs: list[Metrics], x_axis: str) -> Figure:

@@ -123,11 +123,7 @@ def configuration(runs: Sequence[Run]) -> str:
         every = table(["Setting", "Value"], [[setting_name(n), _code(values[0][n])] for n in names])
         return f"{first}<details><summary>All {len(names)} settings</summary>{every}</details>"
     absent = object()
-    different = [
-        n
-        for n in names
-        if n not in _OF_THE_FOLDER and len({json.dumps(v.get(n, None), sort_keys=True) for v in values}) > 1
-    ]
+    different = [n for n in names if len({json.dumps(v.get(n), sort_keys=True) for v in values}) > 1]
     head = ["Setting", *(escape(run.name) for run in runs)]
     rows = [[setting_name(n), *(_code(v[n]) if n in v else MISSING for v in values)] for n in different]
     same = [n for n in names if n not in different and values[0].get(n, absent) is not absent]
