@@ -20,10 +20,8 @@ _UNABLE = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable: a rename is on the disk only when its folder is.
-
-    Where the file system cannot do that for folders (SMB, some FUSE mounts), it is left to it.
-    """
+    """Makes the names in a folder durable: a rename is on the disk only when its folder is. Where the file system
+    cannot do that for folders (SMB, some FUSE mounts), it is left to it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

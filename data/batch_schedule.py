@@ -16,10 +16,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """How many rows of how many tokens each step of a run has. Units: rows, tokens, optimizer steps.
-
-    global_batch_size: rows of `seq_length` tokens at the end. milestones: fractions of max_steps.
-    """
+    """How many rows of how many tokens each step of a run has. Units: rows, tokens, optimizer steps. global_batch_size:
+    rows of `seq_length` tokens at the end. milestones: fractions of max_steps."""
 
     max_steps: int
     seq_length: int

@@ -140,10 +140,8 @@ def micro_batches(
 
 
 def _pack(tokens, keys, objective: int, rates: RowRates, options: MaskingOptions, origins, marked: bool) -> RowBatch:
-    """Rows of one objective (tokens [R, T+1], keys [R], origins [R, T+1] or None) with their target counts.
-
-    marked: whether UNSCORED is added to some tokens. Writes `<s>` into the rows' first column, which no row owns.
-    """
+    """Rows of one objective (tokens [R, T+1], keys [R], origins [R, T+1] or None) with their target counts. marked:
+    whether UNSCORED is added to some tokens. Writes `<s>` into the rows' first column, which no row owns."""
     scored = tokens < UNSCORED if marked else None
     if scored is not None:
         tokens = tokens - UNSCORED * ~scored

@@ -1,15 +1,13 @@
 """Masking, from raw rows to model inputs: document boundaries, span masks and labels, computed where the model runs.
 
 A row of T inputs comes as T + 1 tokens: output i is scored against token i + 1 under every objective. The row *owns*
-tokens 1 .. T: they are its candidates for masking and its targets. Token 0 is owned by the row before it in the
-stream; the row shows `<s>` in its place (or, without MaskingOptions.row_start, the token itself). So each token of the
-corpus is a candidate once per epoch.
+tokens 1 .. T: they are its candidates for masking and its targets, each token of the corpus once per epoch. Token 0 is
+owned by the row before it; the row shows `<s>` in its place (without MaskingOptions.row_start the token itself).
 
-Masking follows the published method (spans of 1 to 3 tokens, spans with the lowest random numbers first)
-with four differences: exactly floor(p * n + u) tokens of a row's n maskable ones are masked (the last span is cut off
-where it would overshoot), u being uniform in [0, 1) and keyed by the row; p may be drawn for each row
-(data/mask_rates.py); all random numbers are pure functions of the row's key, equal on CPU and GPU; and `even` masking
-can replace the published loader's per-token counters.
+Masking follows the published method (spans of 1 to 3 tokens, those with the lowest random numbers first), with four
+differences: exactly floor(p * n + u) tokens of a row's n maskable ones are masked (the last span is cut off), u being
+uniform in [0, 1); p may be drawn for each row (data/mask_rates.py); all random numbers are pure functions of the row's
+key, equal on CPU and GPU; and `even` masking can replace the published loader's per-token counters.
 """
 
 from __future__ import annotations
@@ -184,9 +182,7 @@ def target_weights(
     objective: Objective, tokens: np.ndarray, masked: np.ndarray, options: MaskingOptions
 ) -> np.ndarray | None:
     """What each target of a row weighs beside others of its objective, float32 [B], 1 or more; None where all weigh 1.
-
-    (masked / maskable tokens) ** -gamma: with gamma 1 and uniform rates the bound of masked diffusion.
-    """
+    (masked / maskable tokens) ** -gamma: with gamma 1 and uniform rates the bound of masked diffusion."""
     if not options.rate_power:
         return None
     if objective.all_targets:
@@ -301,10 +297,8 @@ def _word_beginnings(table: bytes, device: torch.device) -> torch.Tensor:
 
 
 def _select(maskable, row_keys, mask_counts, origins, begins, options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which owned tokens are masked (bool [B, T]), and a number naming the span of each token (int64 [B, T]).
-
-    begins: whether a word begins with each token, bool [B, T], where spans are words.
-    """
+    """Which owned tokens are masked (bool [B, T]), and a number naming the span of each token (int64 [B, T]). begins:
+    whether a word begins with each token, bool [B, T], where spans are words."""
     column = torch.arange(maskable.shape[1], device=maskable.device)
     if begins is None:
         priority, span = _spans(column, row_keys, origins, options)

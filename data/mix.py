@@ -32,16 +32,11 @@ class CorpusError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """Consecutive documents of the corpus, used `repeat` times per epoch (of the first stage that has them).
-
-    first_document: index of the source's first document in the corpus.
-    num_documents: documents in the source.
-    words: in these documents; 0 where a manifest does not say.
-    max_repeats: uses in all of the run, of all objectives together, that are allowed; None: any number.
+    """Consecutive documents of the corpus, used `repeat` times per epoch (of the first stage that has them). words: 0
+    where a manifest does not say. max_repeats: uses in all of the run, of all objectives together; None: any number.
 
     The source is walked through again and again, and an epoch goes on where the one before it stopped: with a fraction,
-    too, all documents are used equally often over time.
-    """
+    too, all documents are used equally often over time."""
 
     path: str
     repeat: float

@@ -145,18 +145,14 @@ class MixPlan:
     # What comes of it
 
     def tokens(self, step: int) -> np.ndarray:
-        """Tokens of each source in all global batches before `step`, all objectives together: float64 [sources].
-
-        As Epochs.source_tokens has them: within an epoch, all sources are as far as the epoch is.
-        """
+        """Tokens of each source in all global batches before `step`, all objectives together: float64 [sources]. As
+        Epochs.source_tokens has them: within an epoch, all sources are as far as the epoch is."""
         positions = self._plan.objective_tokens_before(step)
         return sum((e.source_tokens(p) for e, p in zip(self.epochs, positions, strict=True)), np.zeros(1))
 
     def words(self, step: int) -> tuple[int, list[int]]:
-        """Words in all global batches before `step`, in all and by objective, rounded down. Raises PositionError.
-
-        Each source's tokens count with its own words a token, and inside an epoch all sources as far as the epoch is.
-        """
+        """Words in all global batches before `step`, in all and by objective, rounded down. Raises PositionError. Each
+        source's tokens count with its own words a token, and inside an epoch all sources as far as the epoch is."""
         positions, rate = self._plan.objective_tokens_before(step), self._corpus.exposure.known_words_per_token()
         if not self._corpus.mix.planned:
             return int(sum(positions) * rate), [int(position * rate) for position in positions]

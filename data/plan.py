@@ -1,13 +1,11 @@
 """Data plan, what is in global batch `step`: pure functions of the run's configuration, the same on any hardware.
 
-A run trains on rows, numbered from 0 in the order in which they are used. Row n has one objective by exact integer
-rounding: objectives with a fraction of their own (data/objectives.py) are served first, what they leave is masked or
-causal by the hybrid ratio (data/ratio_schedule.py), and causal rows are divided as --causal_rows says. Each objective
-reads its own token stream to the end, so that prefix sums over the schedules tell which rows a step holds (rows are
-used in a shuffled order, data/row_shuffle.py): seeking is free and there is no loader state.
-
-Rows and row lengths are those of data/batch_schedule.py; the mask probability is linear from mask_p_start to mask_p_end
-over the run, as published (GPT-BERT, arXiv 2410.24159).
+Rows are numbered from 0 in the order in which they are used. Row n has one objective by exact integer rounding:
+objectives with a fraction of their own (data/objectives.py) come first, what they leave is masked or causal by the
+hybrid ratio (data/ratio_schedule.py), and causal rows are divided as --causal_rows says. Each objective reads its own
+stream to the end, so prefix sums over the schedules (data/batch_schedule.py) tell which rows a step holds; they are
+used in a shuffled order (data/row_shuffle.py). The mask probability is linear over the run (GPT-BERT, arXiv
+2410.24159).
 """
 
 from __future__ import annotations
@@ -34,16 +32,9 @@ _ORDER, _ROW, _STEP = 1, 2, 3
 _Rows = TypeVar("_Rows", int, np.ndarray)
 
 
-def mask_probability_at(step: int, max_steps: int, start: float, end: float) -> float:
-    """Fraction of tokens that are masked at `step`: linear from `start` to `end`."""
-    return start + (end - start) * (step / max_steps)
-
-
 def _set_aside(rows: _Rows, fractions: Iterable[Fraction]) -> tuple[_Rows, list[_Rows]]:
-    """Of a first `rows` rows those that are left when each of others has taken its fraction, and those of each.
-
-    Each takes its part of what the ones before it have left, so that no row is taken twice.
-    """
+    """Of a first `rows` rows those that are left when each of others has taken its fraction, and those of each. Each
+    takes its part of what the ones before it have left, so that no row is taken twice."""
     taken, unclaimed = [], Fraction(1)
     for fraction in fractions:
         part = fraction / unclaimed if fraction else fraction
@@ -190,7 +181,7 @@ class DataPlan:
         """The plan of global batch `step` (0 .. max_steps-1), found without looking at the steps before it."""
         if not 0 <= step < self.max_steps:
             raise ValueError(f"step {step} lies outside the run's 0 .. {self.max_steps - 1}")
-        p = mask_probability_at(step, self.max_steps, self.mask_p_start, self.mask_p_end)
+        p = self.mask_p_start + (self.mask_p_end - self.mask_p_start) * (step / self.max_steps)
         rates = RowRates(self.mask_rates, p)
         return StepPlan(
             step=step,
@@ -231,10 +222,8 @@ class DataPlan:
         return [(begin, end) for begin, end in pairwise(sorted(cuts)) if begin < end]
 
     def largest_steps(self, first: int) -> list[int]:
-        """Of the steps from `first` on, the one with most rows of each row length and ratio; in order.
-
-        Of a ramp of the ratio also its ends, where objectives have most rows.
-        """
+        """Of the steps from `first` on, the one with most rows of each row length and ratio; in order. Of a ramp of the
+        ratio also its ends, where objectives have most rows."""
         found: dict[tuple, int] = {}
         for begin, end in self.shape_spans():
             begin = max(begin, first)
@@ -267,10 +256,8 @@ class DataPlan:
         return [*spans[:-1], (spans[-1][0], 1 << 62, spans[-1][2])] if self.open_end else spans
 
     def row_keys(self, objective: int, positions: np.ndarray) -> np.ndarray:
-        """One 64-bit key per row, from which its masks and its dropout derive; int64 [n].
-
-        positions: of the rows' first tokens in the stream of their objective, int64 [n].
-        """
+        """One 64-bit key per row, from which its masks and its dropout derive; int64 [n]. positions: of the rows' first
+        tokens in the stream of their objective, int64 [n]."""
         return fold_numpy(fold(fold(self.seed, _ROW), objective), positions).view(np.int64)
 
     def step_key(self, step: int) -> int:

@@ -82,10 +82,8 @@ def parse_position(text: str) -> Position:
 
 
 def parse_amount(text: str, unit: str) -> Position:
-    """So many tokens, words or epochs, more than none: `10M`, `0.5`; the unit's own letter may follow (`10Mt`).
-
-    Raises PositionError.
-    """
+    """So many tokens, words or epochs, more than none: `10M`, `0.5`; the unit's own letter may follow (`10Mt`). Raises
+    PositionError."""
     letter = _LETTERS[unit]
     amount = parse_position(text.strip().removesuffix(letter) + letter)
     if not amount.value:
@@ -94,10 +92,8 @@ def parse_amount(text: str, unit: str) -> Position:
 
 
 def parse_amounts(text: str, unit: str) -> list[Position]:
-    """Amounts and ranges of them, rising and each once: `1M..10M/1M,20M` is 1M, 2M, ... 10M and 20M; "" is none.
-
-    Raises PositionError.
-    """
+    """Amounts and ranges of them, rising and each once: `1M..10M/1M,20M` is 1M, 2M, ... 10M and 20M; "" is none. Raises
+    PositionError."""
     found: set[Fraction] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         ends, _, step = part.partition("/")
@@ -154,10 +150,8 @@ class Exposure(NamedTuple):
 
 
 def step_of(position: Position, schedule: BatchSchedule, exposure: Exposure) -> int:
-    """The first step (0 .. max_steps) before which so much has been used; of a fraction, the first not before it.
-
-    A pure function of the batch schedule. Raises BehindTheEnd, and PositionError for words that are not known.
-    """
+    """The first step (0 .. max_steps) before which so much has been used; of a fraction, the first not before it. A
+    pure function of the batch schedule. Raises BehindTheEnd, and PositionError for words that are not known."""
     if position.unit == "fraction":
         return ceil(position.value * schedule.max_steps)
     if position.unit == "steps":
@@ -195,10 +189,8 @@ def length_in_steps(length: Position, schedule: BatchSchedule, exposure: Exposur
 
 
 def steps_for(tokens: int, schedule: Callable[[int], BatchSchedule]) -> int:
-    """The smallest number of steps of a run that uses so many tokens (1 or more) up.
-
-    schedule: the batch schedule of a run of so many steps; batches of 0 tokens end the search in a PositionError.
-    """
+    """The smallest number of steps of a run that uses so many tokens (1 or more) up. schedule: the batch schedule of a
+    run of so many steps; batches of 0 tokens end the search in a PositionError."""
 
     def enough(steps: int) -> bool:
         return schedule(steps).tokens_before(steps) >= tokens

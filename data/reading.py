@@ -6,13 +6,11 @@ token is hidden from the output before it, and a target without a mask, where `e
 Prefixes are drawn for each document of a row, uniformly from its first token alone to all but its last one, and keyed
 by the row; what is behind them is predicted from all of the prefix and what is between.
 
-Blocks are those of Block Diffusion (Arriola et al. 2025, arXiv 2503.09573): tokens see their own block and the blocks
-before it. The paper denoises each block given the *clean* ones before it, for which every token goes through the model
-twice, noisy and clean, in rows of twice the length with a mask of three parts. In one pass over a row the blocks before
-show their masks, too, as in diffusion forcing (Chen et al. 2024, arXiv 2407.01392). And since outputs are shifted by
-one, the last token of a block predicts the first of the next, which it does not see: that one is a target always and
-masked never; the others are masked and predicted as in masked rows. So blocks of one token are causal rows, and blocks
-no shorter than the row are masked ones, both exactly. Blocks are counted from the beginning of a row.
+Blocks are those of Block Diffusion (Arriola et al. 2025, arXiv 2503.09573), which denoises each given the *clean* ones
+before it, in rows of twice the length. In one pass over a row the blocks before show their masks, too, as in diffusion
+forcing (Chen et al. 2024, arXiv 2407.01392). As outputs are shifted by one, the last token of a block predicts the
+first of the next, which is always a target and never masked. So blocks of one token are causal rows, and blocks no
+shorter than the row masked ones, both exactly. Blocks are counted from the beginning of a row.
 """
 
 from __future__ import annotations
@@ -27,10 +25,8 @@ _PREFIX = 110  # purpose of a row's prefixes, among the purposes in data/masking
 
 
 def row_ends(objective: Objective, tokens: np.ndarray, row_keys: np.ndarray, options: MaskingOptions) -> np.ndarray:
-    """The column up to which each input sees its document: int32 [R, T] of tokens [R, T+1] and keys int64 [R].
-
-    Above T, so that even the token behind the row counts as seen, in rows that are read in both directions.
-    """
+    """The column up to which each input sees its document: int32 [R, T] of tokens [R, T+1] and keys int64 [R]. Above T,
+    so that even the token behind the row counts as seen, in rows that are read in both directions."""
     rows, length = tokens.shape[0], tokens.shape[1] - 1
     column = np.arange(length)
     if objective.prefix:

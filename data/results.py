@@ -71,10 +71,8 @@ class Result:
 
 @dataclass(frozen=True)
 class ResultFile:
-    """What a file holds. kind: the evaluation, in words. model: as its command was given it.
-
-    weights: trained, ema or ema_NAME; "" where the file does not say.
-    """
+    """What a file holds. kind: the evaluation, in words. model: as its command was given it. weights: trained, ema or
+    ema_NAME; "" where the file does not say."""
 
     kind: str
     model: str
@@ -97,11 +95,8 @@ class ResultFile:
         """Whether it is of this checkpoint; newest: of its run, which a run folder stands for."""
         if not self.checkpoint:
             return newest
-        return self.checkpoint == checkpoint.name or _same(checkpoint.parent / self.checkpoint, checkpoint)
-
-
-def _same(one: Path, other: Path) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
+        named = checkpoint.parent / self.checkpoint  # a link, maybe
+        return os.path.realpath(named) == os.path.realpath(checkpoint)
 
 
 def find_results(folder: Path) -> list[Path]:

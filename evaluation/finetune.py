@@ -3,14 +3,12 @@
     python evaluation/finetune.py MODEL --tasks FOLDER --output glue.json
     python evaluation/finetune.py MODEL --train cola.train.jsonl --valid cola.valid.jsonl
 
-FOLDER holds NAME/train.jsonl and NAME/valid.jsonl, or NAME.train.jsonl and NAME.valid.jsonl, for each task: a JSON
-object a line, with `sentence` or `sentence1` and `sentence2` (or other fields that GLUE and SuperGLUE use) and `label`;
-`tokens` and `tags` (or .conll files) for labels of words; `anchor`, `positive` and maybe `negative` for embeddings. A
-file NAME/task.json (or NAME.task.json) may set what cannot be seen from them; NAME/test.jsonl is what --predictions
-answers.
-
-Learning rate and number of epochs are chosen on a part of train that is held out for this; then the model is trained on
-all of train with each seed, and the validation file is used once for each, to report.
+FOLDER holds NAME/train.jsonl and NAME/valid.jsonl, or NAME.train.jsonl and so on: a JSON object a line, with `sentence`
+or `sentence1` and `sentence2` (or other fields that GLUE and SuperGLUE use) and `label`; `tokens` and `tags` (or .conll
+files) for labels of words; `anchor`, `positive` and maybe `negative` for embeddings. NAME/task.json may set what cannot
+be seen from them; NAME/test.jsonl is what --predictions answers. Learning rate and number of epochs are chosen on a
+part of train that is held out; then the model is trained on all of train with each seed, to report on the validation
+file.
 """
 
 from __future__ import annotations

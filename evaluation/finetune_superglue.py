@@ -107,17 +107,15 @@ def _filled(text: str, query: str, names: Sequence[str], answers: Sequence[str] 
 def answer_credit(guess: str, answers: Sequence[str]) -> tuple[float, float]:
     """F1 of the words and exact match of a guess, the best over `answers`, as SQuAD 1.1 and ReCoRD count. Case,
     punctuation and articles do not count (Rajpurkar et al., 2016, section 6)."""
-    scores = [_overlap(_words(guess), _words(answer)) for answer in answers]
-    return max(f1 for f1, _ in scores), max(exact for _, exact in scores)
+    guessed, f1, exact = _words(guess), 0.0, 0.0
+    for truth in map(_words, answers):
+        common = sum((Counter(guessed) & Counter(truth)).values())
+        f1, exact = max(f1, 2 * common / max(1, len(guessed) + len(truth))), max(exact, float(guessed == truth))
+    return f1, exact
 
 
 def _words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_WITHOUT_PUNCTUATION)).split()
-
-
-def _overlap(guess: list[str], truth: list[str]) -> tuple[float, float]:
-    common = sum((Counter(guess) & Counter(truth)).values())
-    return (2 * common / (len(guess) + len(truth)) if common else 0.0), float(guess == truth)
 
 
 def grouped_measures(

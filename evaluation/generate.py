@@ -5,13 +5,9 @@
     python evaluation/generate.py MODEL          (in a terminal: asks for prompts)
 
 The hybrid model reads causally here, each token once. A text begins with `<s>` and ends where the model writes `</s>`;
-" ..." stands at the end of one that was still going on after --max_new_tokens.
-
-With --mode prefix it reads the prompt in both directions (train with --causal_rows prefix), and all of the text again
-for each token, which is slower.
-
-With --mode unmask it reads in both directions: --max_new_tokens masks follow the prompt and are filled in random order,
-in --steps steps, as masked diffusion does (train with --mask_rate uniform --mask_rate_loss_power 1).
+" ..." stands at the end of one that was still going on. With --mode prefix it reads the prompt in both directions
+(train with --causal_rows prefix). With --mode unmask --max_new_tokens masks follow the prompt and are filled in random
+order, in --steps steps, as masked diffusion does (train with --mask_rate uniform --mask_rate_loss_power 1).
 """
 
 from __future__ import annotations

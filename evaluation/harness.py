@@ -2,10 +2,9 @@
 
     python evaluation/harness.py MODEL --tasks my_pairs --include_path tasks [--mode causal] [--output FILE.json]
 
-For tasks that compare continuations or texts (multiple choice, log-likelihood, perplexity of whole texts). masked: the
-sum over the continuation's tokens of each one's log-probability when it alone is hidden (Salazar et al., 2020), with
-context and continuation on both sides; causal: left to right, as `lm_eval --model hf` has it on the exported folder,
-which also runs the tasks that generate. A token with characters of both context and continuation is scored.
+For tasks that compare continuations or texts. masked: the sum over the continuation's tokens of each one's
+log-probability when it alone is hidden (Salazar et al., 2020); causal: left to right, as `lm_eval --model hf` has it on
+the exported folder, which also runs the tasks that generate. A token of both context and continuation is scored.
 """
 
 from __future__ import annotations

@@ -159,7 +159,9 @@ class _AttentionCache:
         value, gate = attention.value_and_gate(x)
         value = value.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
         if config.position_embedding == "rope":
-            query, key = _rotate(query, key, self._length, self._rotary)
+            places = torch.arange(self._length, self._length + x.shape[1], device=x.device)
+            tables = rotary_tables(self._rotary, places)
+            query, key = rotate(query, *tables), rotate(key, *tables)
             if self._rotary.window is not None:
                 bias = bias.masked_fill(distance > self._rotary.window, -math.inf)
             key, value = self._append(key.transpose(1, 2), value)
@@ -194,9 +196,3 @@ class _AttentionCache:
         for tensor, part in zip(self._kept, new, strict=True):
             tensor[:, :, start : self._length] = part
         return [tensor[:, :, : self._length] for tensor in self._kept]
-
-
-def _rotate(query: Tensor, key: Tensor, start: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """Query and key [B, n, H, d] turned by their positions start, start + 1, ..., as ops.rope does from 0 on."""
-    tables = rotary_tables(rotary, torch.arange(start, start + query.shape[1], device=query.device))
-    return rotate(query, *tables), rotate(key, *tables)

@@ -2,9 +2,8 @@
 
     python evaluation/lambada.py MODEL --data lambada_test.jsonl --output results.json
 
-A line of the file is a JSON object with "text"; the last word is what follows the last white space, with the space
-before it. It is right where each of its tokens is the most probable one after the text and the word's tokens so far;
-masked, with a mask for each token from there on, so that their number is known. The perplexity is that of the word.
+A line of the file is a JSON object with "text". The last word, with the space before it, is right where each of its
+tokens is the most probable one; masked, with a mask for each token from there on. The perplexity is that of the word.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +67,10 @@ def encode_last_words(texts: Mapping[str, str], tokenizer: Tokenizer, special: S
     if not sentences.counts.all():
         where = list(texts)[int(sentences.counts.argmin())]
         raise ConfigError(f"{where}: the last word has no token of the model's tokenizer.")
-    return whole_words(sentences)
-
-
-def whole_words(sentences: TokenizedSentences) -> TokenizedSentences:
-    """The same where all scored tokens of a sentence are one word, however the tokenizer cuts it."""
     words = np.arange(len(sentences.ids))
     for start, first, last in zip(sentences.starts[:-1], sentences.first, sentences.scored, strict=True):
         words[start + first : start + last + 1] = start + first
-    return TokenizedSentences(sentences.ids, words, sentences.starts, sentences.first, sentences.scored)
+    return replace(sentences, words=words)
 
 
 def results(sentences: TokenizedSentences, scores: np.ndarray) -> Mapping[str, Any]:

@@ -3,16 +3,12 @@
     python evaluation/perplexity.py MODEL --data held_out/*.txt --mode all --output perplexity.json
 
 Text files have a blank line between documents; .jsonl, .ndjson and .json files hold a string or an object with
---text_field a line; shards are those of preprocessing/tokenize_corpus.py, which also reads compressed text and Parquet.
-Text is read as in training: `<s> document </s>` after document, cut into
-rows of --seq_length tokens that begin with `<s>` if those of training did, attention inside documents.
+--text_field a line; shards are those of preprocessing/tokenize_corpus.py. Text is read in rows as in training.
 
 - causal: every token but `<s>` is predicted from those before it.
-- masked: 15 % of the tokens are masked by training's method with masks that never change, as in validation during
-  training: shards and row length being equal, `loss` is `valid/masked_loss`.
-- masked with --elbo N: beside it, the bound of masked diffusion on the likelihood of the text (evaluation/elbo.py),
-  from N drawings of masks; "elbo" in the results.
-- masked with --every_token: each token is masked in turn (pseudo-perplexity: Salazar et al., 2020).
+- masked: 15 % of the tokens are masked, always the same: shards and row length being equal, as `valid/masked_loss`;
+  with --elbo N also the bound of masked diffusion from N drawings of masks (evaluation/elbo.py); with --every_token
+  each token is masked in turn (pseudo-perplexity: Salazar et al., 2020).
 
 Per word and per byte, the loss of a token is multiplied by the number of tokens; words are what white space separates.
 """
@@ -212,7 +208,8 @@ def measure(
     for mode in modes:
         predicted = corpus.num_tokens
         if mode == "masked" and options.every_token:
-            loss, accuracy = every_token_loss(model, corpus, options.seq_length, masks.row_start), None
+            scores = model.score({mode: windows(corpus, model.special, options.seq_length, masks.row_start)})[mode]
+            loss, accuracy = -float(scores.sum(dtype=np.float64)) / corpus.num_tokens, None
         elif f"{mode}_loss" not in metrics:
             raise UsageError(f"--data: the text has no token to predict in mode {mode}; give a longer one.")
         else:
@@ -252,13 +249,6 @@ def count_decoded(loaded: LoadedModel, corpus: Corpus) -> tuple[int, int]:
             more = count_text(loaded.tokenizer.decode_batch(ids, skip_special_tokens=False))
             words, size = words + more[0], size + more[1]
     return words, size
-
-
-def every_token_loss(model: ScoringModel, corpus: Corpus, seq_length: int, row_start: bool) -> float:
-    """Mean negative log-probability in nats of each token when it alone is masked, in windows of seq_length tokens."""
-    sentences = windows(corpus, model.special, seq_length, row_start)
-    scores = model.score({"masked": sentences})["masked"]
-    return -float(scores.sum(dtype=np.float64)) / corpus.num_tokens
 
 
 def windows(corpus: Corpus, special: SpecialIds, seq_length: int, row_start: bool) -> TokenizedSentences:

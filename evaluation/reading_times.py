@@ -1,8 +1,8 @@
 """Reading times in BabyLM's pipeline: how much do a model's surprisals explain beyond length and frequency of words?
 
-A line of the CSV file is a word: `item` is the text before it, `prev_item` and `prev_word` the same of the word before.
-Surprisals are in nats: causal of the word's tokens after the text; masked, of each token behind the text and the word's
-tokens so far when it and two more are masked. The gain is that in R2 of a linear model (De Varda et al., 2024).
+A line of the CSV file is a word: `item` is the text before it, `prev_item`, `prev_word` of the word before. Surprisals,
+in nats: causal of the word's tokens after the text; masked, of each token behind the text and the word's tokens so far
+when it and two more are masked. The gain is that in R2 of a linear model (De Varda et al., 2024).
 """
 
 from __future__ import annotations

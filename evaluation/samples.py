@@ -3,10 +3,9 @@
     python evaluation/samples.py RUN... [--prompt "The committee"] [--gap "The <mask> sat down."]
 
 Training takes samples at each validation, this command from the averaged weights of the newest checkpoint, or of one
-that is named as RUN/checkpoints/step_00001000. They lie in the run folder's samples.jsonl, an object a line with
-`step`, `weights` ("ema") and `kind`: "causal" with `prompt`, `text` and `truth` (what the document says), or "masked"
-with `text` (holding <mask>) and, for each gap, its `candidates` (words with probabilities) and its `truth`. `truth` is
-null where the text came from the user. report/html_report.py shows them.
+that is named. The run's samples.jsonl has an object a line: `step`, `weights` ("ema") and `kind`, "causal" with
+`prompt`, `text` and `truth` (what the document says), or "masked" with `text` (holding <mask>) and, for each gap, its
+`candidates` (words with probabilities) and its `truth`; `truth` is null where the text came from the user.
 """
 
 from __future__ import annotations
@@ -136,11 +135,8 @@ def sample_texts(
     wanted: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
     """Samples of a run's averaged weights, which its model has, --validation_samples of each kind, of documents of a
-    held-out corpus.
-
-    For one rank, on its own. The model is left as it was, whatever happens. wanted: whether the run is to stop, which
-    leaves no samples.
-    """
+    held-out corpus. For one rank, on its own; the model is left as it was. wanted: whether the run is to stop, which
+    leaves no samples."""
     count, model = config.validation_samples, state.model
     if not count:
         return []

@@ -2,13 +2,11 @@
 
     python evaluation/surprisal.py MODEL --data sentences.txt --output surprisal.csv
 
-A line of the file is a text, read behind `<s>` and by itself; words are what white space separates. A line of the
-output is a word: the line of its text and its place there, both from 1, the word, its number of tokens, and its
-surprisal in bits, the sum over its tokens. A token belongs to the word that its last character is in, so the space
-before a word belongs to the word.
-
-causal: given all tokens before. masked: given all other tokens, each token masked in turn, with --word_l2r together
-with those that follow in the same word (Kauf and Ivanova, 2023), which else give a word's beginning away.
+A line of the file is a text, read by itself; a line of the output a word (what white space separates): line and place,
+both from 1, the word, its number of tokens, and its surprisal in bits, the sum over its tokens, of which the first
+holds the space before it. causal: given all tokens before. masked: given all other tokens, each token masked in turn,
+with --word_l2r together with those that follow in the same word (Kauf and Ivanova, 2023), which give its beginning
+away.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
     python evaluation/syntax_gym.py MODEL --data suites/*.json --mode all --output results.json
 
 A suite is a JSON file with "items", each with "conditions" of "regions", and "predictions": formulas such as
-`(6;%match%) < (6;%mismatch%)`, where (6;%match%) is the surprisal in bits of region 6 in a condition and (*;%match%)
-that of the whole sentence; + and -, comparisons, & and | join them, ( ) and [ ] group. A sentence is its regions that
-are not empty, with spaces between. A region's surprisal is the sum of its tokens' (the suite's metric "mean": their
-mean), 0 of an empty one; the space before a region belongs to it. The result of a suite is the mean over its
-predictions of the share of items that keep to them.
+`(6;%match%) < (6;%mismatch%)` of surprisals in bits by region (*: the whole sentence) and condition; + and -,
+comparisons, & and | join them, ( ) and [ ] group. A region's surprisal is the sum of its tokens' (the suite's metric
+"mean": their mean), the space before it included. A suite's result is the mean over its predictions of the share of
+items that keep to them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Token log-probabilities of many sentences: causal, or each token masked in turn.
 
-The model reads a sentence as `<s> tokens` and predicts the *next* token under both objectives. Causal: token i
-from the tokens before it. Masked: token i is replaced by `<mask>` and read from output i - 1, which is how the model
-was trained to fill masks; the sum over tokens is the pseudo-log-likelihood of Salazar et al. (2020). `</s>` is read
-where it is asked for, and never scored: it ends documents, of which a sentence is a part, and most rows of training end
-without it.
-
-Documents never attend to each other, so sentences share rows of one fixed shape; what stands beside a sentence changes
-nothing but rounding.
+The model reads a sentence as `<s> tokens` and predicts the *next* token under both objectives: a token that is replaced
+by `<mask>` is read from the output before it; the sum over tokens is then the pseudo-log-likelihood of Salazar et al.
+(2020). `</s>` is read where it is asked for, and never scored. Documents never attend to each other, so sentences share
+rows of one fixed shape; what stands beside a sentence changes nothing but rounding.
 """
 
 from __future__ import annotations

@@ -73,12 +73,11 @@ def validate(
 
 
 def validation_metrics(state: TrainState, inputs: Inputs, wanted: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-    """Validation of the weights and of their average.
+    """Validation of the weights and of their average. wanted: as in `validate`.
 
     Rows have the run's first length, so that all validations compare; once training's rows have grown to their final
     length, held-out rows of that length are measured, too, as `valid/masked_loss_512`. Of several sets, each has its
-    own `valid/NAME/masked_loss`, and the first is `valid/masked_loss`, too. wanted: as in `validate`.
-    """
+    own `valid/NAME/masked_loss`, and the first is `valid/masked_loss`, too."""
     config, grown, sets = inputs.config, inputs.grown_rows, []
     for name, held_out in inputs.held_out_sets.items():
         prefix = f"valid/{name}/" if name else "valid/"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from data.atomic_io import write_atomically
 from data.cli import Parser
 from data.shards import ShardError
 from data.special_tokens import FLAG_HELP, tokenizer_file
@@ -25,13 +26,18 @@ class CorpusError(CommandError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived."""
+    """A signal arrived."""
 
 
-def run(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, interrupted: str) -> int:
+def run(
+    command: Callable[[argparse.Namespace], int],
+    arguments: argparse.Namespace,
+    interrupted: str,
+    signals: Sequence[int] = (signal.SIGTERM,),
+) -> int:
     """Runs a script's command and returns its exit code: 2 with one sentence for what the user can correct, 130 or 143
-    with the sentence `interrupted` after Ctrl-C or SIGTERM."""
-    previous = signal.signal(signal.SIGTERM, _terminate)
+    with the sentence `interrupted` after Ctrl-C or one of the signals."""
+    previous = [(number, signal.signal(number, _terminate)) for number in signals]
     try:
         return command(arguments)
     except (CommandError, ShardError, OSError, MemoryError) as error:
@@ -41,7 +47,8 @@ def run(command: Callable[[argparse.Namespace], int], arguments: argparse.Namesp
         print(f"\nstopped: {interrupted}", file=sys.stderr)
         return 143 if isinstance(stop, Terminated) else 130
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous:
+            signal.signal(number, handler)
 
 
 def _terminate(_number: int, _frame: object) -> NoReturn:
@@ -53,6 +60,23 @@ def _sentence(error: BaseException) -> str:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}; no unfinished file has a final name, so correct this and run the same again"
     return str(error) or type(error).__name__
+
+
+def check_file(flag: str, path: Path) -> None:
+    """Refuses a file that could not be written in the end."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise CommandError(f"{flag} {path} cannot be written; give a file in a folder that exists")
+
+
+def write_file(path: Path, content: bytes, overwrite: bool, what: str) -> None:
+    """Writes --output, and says so, unless it is as it would be. what: another content than this, for the refusal."""
+    if path.exists() and path.read_bytes() == content:
+        print(f"{path} is unchanged")
+    elif path.exists() and not overwrite:
+        raise CommandError(f"--output {path} holds {what}; give another name or add --overwrite")
+    else:
+        write_atomically(path, content)
+        print(f"wrote {path}")
 
 
 def positive_int(text: str) -> int:

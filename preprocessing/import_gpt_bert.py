@@ -176,9 +176,6 @@ def _write_checkpoint(
     sync_folder(output.parent)
 
 
-# ---------------------------------------------------------------------------------------------------- command line
-
-
 def command(arguments: argparse.Namespace) -> int:
     if arguments.kind == "checkpoint":
         paths = (arguments.ema_input, arguments.tokenizer_path)

@@ -181,9 +181,6 @@ def _end_id(text: str | None, tokenizer: Tokenizer) -> int | None:
     return number
 
 
-# ---------------------------------------------------------------------------------------------------- command line
-
-
 def command(arguments: argparse.Namespace) -> int:
     totals = import_tokens(
         arguments.input,

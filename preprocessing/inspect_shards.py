@@ -19,7 +19,6 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from data.atomic_io import json_lines
 from data.cli import Parser
@@ -207,12 +206,9 @@ def sample_documents(folder: Path, count: int, tokens: int) -> list[tuple[int, i
     for number in chosen:
         index = int(np.searchsorted(firsts, number, side="right")) - 1
         document = shards[index].document(number - int(firsts[index]))
-        samples.append((number, len(document), _decoded(tokenizer, document[:tokens])))
+        text = tokenizer.decode(document[:tokens].tolist(), skip_special_tokens=False)
+        samples.append((number, len(document), text))
     return samples
-
-
-def _decoded(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
 
 def print_contents(contents: Contents) -> None:

@@ -30,9 +30,8 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 from tqdm import tqdm
 
-from data.atomic_io import write_atomically
 from data.cli import Parser
-from preprocessing.cli import CommandError, add_overwrite_flag, positive_int, run
+from preprocessing.cli import CommandError, add_overwrite_flag, check_file, positive_int, run, write_file
 
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_vendor", "vendor"}
 _LARGEST_SOURCE = 1 << 20  # bytes; beyond are generated tables
@@ -128,7 +127,8 @@ def collect(min_words: int, max_words: int, progress: bool = False) -> Corpus:
     words = 0
     with tqdm(total=max_words, desc="collecting", unit="word", unit_scale=True, disable=not progress) as bar:
         for text in map(clean, texts()):
-            if text not in documents and is_prose(text, min_words) and _encodable(text):
+            expressible = text == text.encode(errors="replace").decode()  # a docstring may hold half a surrogate pair
+            if text not in documents and is_prose(text, min_words) and expressible:
                 documents[text] = None
                 words += len(text.split())
                 bar.update(words - bar.n)
@@ -137,21 +137,11 @@ def collect(min_words: int, max_words: int, progress: bool = False) -> Corpus:
     return Corpus(list(documents), words, unreadable)
 
 
-def _encodable(text: str) -> bool:
-    """Whether UTF-8 can express the text: a docstring may hold half a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def command(arguments: argparse.Namespace) -> int:
     output: Path = arguments.output
     if output.suffix not in (".jsonl", ".txt"):
         raise CommandError(f"--output {output} must end in .jsonl or .txt")
-    if output.is_dir() or not output.parent.is_dir():
-        raise CommandError(f"--output {output} cannot be written; give a file in a folder that exists")
+    check_file("--output", output)
     corpus = collect(arguments.min_words, arguments.max_words, progress=sys.stderr.isatty())
     if not corpus.documents:
         raise CommandError("no documentation was found; this Python comes without the source of its standard library")
@@ -159,14 +149,7 @@ def command(arguments: argparse.Namespace) -> int:
         content = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in corpus.documents)
     else:
         content = "\n\n".join(_BLANK_LINES.sub("\n", text) for text in corpus.documents) + "\n"
-    data = content.encode()
-    if output.exists() and output.read_bytes() == data:
-        print(f"{output} is unchanged")
-    elif output.exists() and not arguments.overwrite:
-        raise CommandError(f"--output {output} holds something else; give another name or add --overwrite")
-    else:
-        write_atomically(output, data)
-        print(f"wrote {output}")
+    write_file(output, content.encode(), arguments.overwrite, "something else")
     print(f"{len(corpus.documents):,} documents, {corpus.words:,} words; {corpus.unreadable_files:,} unreadable files")
     return 0
 

@@ -3,17 +3,13 @@
 python preprocessing/overlap.py shards/train --against shards/validation blimp/*.jsonl [--output overlap.jsonl]
 
 The criterion is GPT-3's (Brown et al. 2020, arXiv 2005.14165, appendix C): a document overlaps where 13 words in a row
-also stand in the evaluation data, without regard to case, punctuation and spaces. n-grams are of words, not of tokens,
-which a capital letter or a comma would change: tokens are decoded, normalised (NFKC, case folded) and cut into runs of
-letters and digits; Chinese and Japanese characters are a word each. Evaluation texts pass through the corpus's
-tokenizer first, so that a tokenizer that loses something (accents, rare characters) hides no match.
+also stand in the evaluation data, without regard to case, punctuation and spaces. Tokens are decoded, normalised (NFKC,
+case folded) and cut into runs of letters and digits; Chinese and Japanese characters are a word each. Evaluation texts
+pass through the corpus's tokenizer first, so that one that loses something (accents, rare characters) hides no match.
 
-An evaluation item is a line of a file or a document of a shard. Each string in a line of JSON, and each column of a
-.tsv, is a text of its own: no n-gram reaches from one into the next. A text of fewer than n words has no n-gram.
-
-The evaluation data are held as 64-bit hashes: 50 bytes a word, 120 while they are sorted, beside 100 an item. The
-corpus is read once, a document at a time. A match of hashes is verified word by word, by the words' own 64-bit hashes.
-Of two evaluation n-grams with one hash (a chance of 3 in a million among ten million) only the first can be found.
+An evaluation item is a line of a file or a document of a shard; no n-gram reaches from one string of a JSON line, or
+column of a .tsv, into the next. They are held as 64-bit hashes, 50 bytes a word (120 while they are sorted). A match is
+verified word by word; of two n-grams with one hash (3 in a million among ten million) only the first is found.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from data.cli import Parser
 from data.shard_paths import find_shards
 from data.shards import MANIFEST_NAME, Shard, open_shard, tokenizer_hash
 from data.wording import count
-from preprocessing.cli import CommandError, positive_int, run
+from preprocessing.cli import CommandError, check_file, positive_int, run
 from preprocessing.resumable_output import TOKENIZER_NAME
 from preprocessing.tokenizer import load_tokenizer
 
@@ -136,9 +132,6 @@ class EvaluationNgrams:
         return {file: (met[file], usable[file], number) for file, number in every.items()}
 
 
-# --------------------------------------------------------------------------------------------------------- reading
-
-
 def open_shards(path: str | Path, given: Path | None) -> tuple[list[Shard], Tokenizer]:
     """The shards that a path names, and their tokenizer: the one given, or the one beside the first shard."""
     found = find_shards(path)
@@ -205,13 +198,9 @@ def _through(tokenizer: Tokenizer, items: Iterable[Item]) -> Iterator[Item]:
         yield item._replace(texts=[tokenizer.decode(each.ids, skip_special_tokens=False) for each in encoded])
 
 
-# --------------------------------------------------------------------------------------------------------- command
-
-
 def command(arguments: argparse.Namespace) -> int:
-    output: Path | None = arguments.output
-    if output and (output.is_dir() or not output.parent.is_dir()):
-        raise CommandError(f"--output {output} cannot be written; give the name of a file in a folder that exists")
+    if arguments.output:
+        check_file("--output", arguments.output)
     shards, tokenizer = open_shards(arguments.shards, arguments.tokenizer_path)
     paths = dict.fromkeys(arguments.against)  # each once
     items = (item for path in paths for item in read_items(path, arguments.tokenizer_path))
@@ -229,8 +218,8 @@ def command(arguments: argparse.Namespace) -> int:
                 file, line = evaluation.items[match.item]
                 place = {"shard": str(shard.path), "document": number, "ngrams": match.number, "of": size}
                 overlaps.append({**place, "file": file, "line": line, "text": match.text})
-    if output:
-        write_atomically(output, "".join(json.dumps(each) + "\n" for each in overlaps).encode())
+    if arguments.output:
+        write_atomically(arguments.output, "".join(json.dumps(each) + "\n" for each in overlaps).encode())
     _report(arguments, evaluation, overlaps, sum(shard.num_documents for shard in shards), ngrams)
     return 0
 

@@ -93,9 +93,6 @@ class Chunk:
         return sum(map(_size, self.payload))
 
 
-# --------------------------------------------------------------------------------------------------- reading chunks
-
-
 def read_chunks(
     files: Sequence[InputFile], layout: Layout | None = None, start: Position | None = None
 ) -> Iterator[Chunk]:

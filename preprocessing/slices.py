@@ -70,9 +70,6 @@ class Documents(NamedTuple):
     fields: np.ndarray  # [bytes] uint8, lines of the sidecar for these documents; empty without sidecars
 
 
-# ---------------------------------------------------------------------------------------------------------- slices
-
-
 class SliceWriter:
     """Writes the slices of one part, going on behind those that are there.
 
@@ -193,9 +190,6 @@ def _arrays(path: Path, names: Iterable[str]) -> list[np.ndarray]:
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         remedy = f"remove {path.parent} by hand and make that part again"
         raise CommandError(f"{path} is damaged ({error}); {remedy}") from None
-
-
-# ---------------------------------------------------------------------------------------------------------- shards
 
 
 def sidecar_path(shard: Path) -> Path:

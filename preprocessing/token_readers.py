@@ -54,9 +54,6 @@ class TokenFile:
     blocks: Callable[[Mapping[str, int]], Iterator[Block]]
 
 
-# --------------------------------------------------------------------------------------------------------- formats
-
-
 def _flat_blocks(tokens: np.ndarray, end: int, position: Mapping[str, int]) -> Iterator[Block]:
     """Of one stream, in which every `end` ends a document, as does the end of the file."""
     start, piece = position.get("token", 0), position.get("piece", 0)
@@ -248,9 +245,6 @@ def _tensor_ids(path: Path, number: int, document: Any) -> np.ndarray:
             "tokenize the text again with tokenize_corpus.py"
         )
     return ids
-
-
-# ----------------------------------------------------------------------------------------------------------- input
 
 
 def find_token_files(inputs: Sequence[Path], form: str, end: int | None) -> tuple[list[TokenFile], list[InputFile]]:

@@ -23,7 +23,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import NoReturn
 
 if __package__ in (None, ""):  # run as a file: make the repository root importable
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -35,7 +34,6 @@ from data.wording import count
 from preprocessing.cli import (
     DEFAULT_SHARD_SIZE,
     CommandError,
-    Terminated,
     add_input_flags,
     add_shard_flags,
     field_names,
@@ -228,10 +226,6 @@ def command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _stop(_number: int, _frame: object) -> NoReturn:
-    raise Terminated
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("Tokenise text into shards; run again after an interruption, it continues.")
     add_input_flags(parser)
@@ -281,11 +275,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="time between saves of progress, so what an interruption may cost",
     )
     arguments = parser.parse_args(argv)
-    previous = signal.signal(signal.SIGUSR1, _stop)  # SLURM's warning before a time limit, where a job asks for it
-    try:
-        return run(command, arguments, f"{arguments.output} is unfinished; the same command continues where it stopped")
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
+    signals = (signal.SIGTERM, signal.SIGUSR1)  # SLURM's warning before a time limit, where a job asks for it
+    unfinished = f"{arguments.output} is unfinished; the same command continues where it stopped"
+    return run(command, arguments, unfinished, signals)
 
 
 if __name__ == "__main__":

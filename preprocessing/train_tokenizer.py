@@ -32,7 +32,15 @@ from tqdm import tqdm
 from data.atomic_io import write_atomically
 from data.cli import Parser
 from data.wording import count
-from preprocessing.cli import CommandError, add_input_flags, add_overwrite_flag, positive_int, run
+from preprocessing.cli import (
+    CommandError,
+    add_input_flags,
+    add_overwrite_flag,
+    check_file,
+    positive_int,
+    run,
+    write_file,
+)
 from preprocessing.inputs import CorpusError, InputFile, find_inputs
 from preprocessing.parsing import parse_chunk
 from preprocessing.readers import Layout, layout_of, read_chunks
@@ -238,14 +246,7 @@ def command(arguments: argparse.Namespace) -> int:
         print(f"{output} exists: training to see whether it would be the same (--overwrite replaces it)")
 
     tokenizer = _train(arguments, files, form)
-    content = tokenizer.to_str(pretty=True).encode()
-    if output.exists() and output.read_bytes() == content:
-        print(f"{output} is unchanged")
-    elif output.exists() and not arguments.overwrite:
-        raise CommandError(f"--output {output} holds another tokenizer; give another name or add --overwrite")
-    else:
-        write_atomically(output, content)
-        print(f"wrote {output}")
+    write_file(output, tokenizer.to_str(pretty=True).encode(), arguments.overwrite, "another tokenizer")
     tokenizer = load_tokenizer(output)
     reports = _reports(arguments, files, tokenizer)
     total = total_of(reports)
@@ -271,8 +272,8 @@ def _check_arguments(arguments: argparse.Namespace, form: TokenizerForm) -> None
     if not arguments.report_megabytes > 0:
         raise CommandError(f"--report_megabytes {arguments.report_megabytes} must be above 0")
     for flag, path in (("output", arguments.output), ("report", arguments.report)):
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            raise CommandError(f"--{flag} {path} cannot be written; give a file in a folder that exists")
+        if path:
+            check_file(f"--{flag}", path)
     if arguments.report and arguments.report.resolve() == arguments.output.resolve():
         raise CommandError(f"--report {arguments.report} is the file of --output too; give another name")
 

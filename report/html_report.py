@@ -3,11 +3,10 @@
     python report/html_report.py RUN... [-o report.html] [--watch]
     python report/html_report.py RUN... --group [--by learning_rate] [--baseline NAME] [--results FOLDER...]
 
-RUN is a run folder or a metrics.jsonl file, finished or still training. The page follows the reader's light or dark
-setting and reads on a phone. With --watch it is written anew as metrics arrive, and an open page follows by itself.
-With --group runs that differ in seeds alone are taken together: means, errors, significance, scores by settings.
-evaluation/samples.py adds sample completions to a run. JSON files that evaluation/ has written into a run folder (or
-its evaluation/), and those of --results, are shown with their intervals; of several checkpoints as curves.
+RUN is a run folder or a metrics.jsonl file, finished or still training. With --watch the page is written anew as
+metrics arrive, and an open page follows. With --group runs that differ in seeds alone are taken together: means,
+errors, significance, scores by settings. JSON files that evaluation/ has written into a run folder (or its
+evaluation/), and those of --results, are shown with their intervals; of several checkpoints as curves.
 """
 
 from __future__ import annotations

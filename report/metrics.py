@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,12 +23,8 @@ class ReportError(ValueError):
 
 @dataclass(frozen=True)
 class Metrics:
-    """The metrics of one run.
-
-    name: what a legend calls the run.
-    series: metric -> {step: value}, finite numbers only, steps increasing.
-    skipped_lines: how many lines other than an unfinished last one were no JSON object.
-    """
+    """The metrics of one run. name: what a legend calls the run. series: metric -> {step: value}, finite numbers only,
+    steps increasing. skipped_lines: how many lines other than an unfinished last one were no JSON object."""
 
     name: str
     series: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -76,14 +71,9 @@ def to_array(values: Iterable[float]) -> np.ndarray:
 
 
 def load_metrics(path: str | Path) -> Metrics:
-    """Read a run folder's metrics.jsonl, or such a file itself, whether the run is finished or still writing.
-
-    Where a step stands in the file twice (a run that was cut off and resumed from an earlier checkpoint), the later
-    line counts. Values that are missing, null or not finite are gaps.
-
-    Raises:
-        ReportError: there is no such file, or it holds no metrics yet.
-    """
+    """Read a run folder's metrics.jsonl, or such a file itself, whether the run is finished or still writing. Of a step
+    that stands there twice (a run resumed from an earlier checkpoint) the later line counts. Values that are missing,
+    null or not finite are gaps. Raises ReportError where there is no such file, or it holds no metrics yet."""
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not file.is_file():
@@ -91,10 +81,10 @@ def load_metrics(path: str | Path) -> Metrics:
     series: dict[str, dict[int, float]] = {}
     skipped = 0
     for line, content in json_lines(file):
-        if content is None or not _is_step(content.get("step")):
+        step = content.get("step") if content else None
+        if content is None or not isinstance(step, int) or isinstance(step, bool) or abs(step) > _LARGEST:
             skipped += bool(line.strip()) and line.endswith(b"\n")  # a last line without its end is still being written
             continue
-        step = content["step"]
         for key, value in content.items():
             if key != "step" and isinstance(value, (int, float)) and abs(value) <= _LARGEST:  # NaN is not
                 series.setdefault(key, {})[step] = float(value)
@@ -102,10 +92,6 @@ def load_metrics(path: str | Path) -> Metrics:
         raise ReportError(f"{file} holds no metrics yet: nothing to draw before the first training step.")
     ordered = {key: dict(sorted(values.items())) for key, values in series.items()}
     return Metrics(name=file.resolve().parent.name, series=ordered, skipped_lines=skipped)
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def load_all_metrics(paths: list[str]) -> list[Metrics]:

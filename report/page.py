@@ -59,8 +59,10 @@ def document_with_charts(
 <noscript><p class="note">The charts of this page need JavaScript; tables and figures do not.</p></noscript>
 {shown}
 </main>"""
+    # No text in it can end the script element that holds it.
+    inline = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     script = f"""<div id="tip" role="status" hidden></div>
-<script type="application/json" id="data">{inline_json(data)}</script>
+<script type="application/json" id="data">{inline}</script>
 <script>
 {(_ASSETS / "page.js").read_text(encoding="utf-8")}</script>"""
     return document(title, inside, script, " Drag over a chart to look closer at a part, double-click to go back.", by)
@@ -143,11 +145,6 @@ def guarded(make: Callable[..., str], *arguments: Any) -> str:
     except Exception as error:  # files of other versions, edited or damaged: the other parts are still worth seeing
         reason = html.escape(f"{type(error).__name__}: {error}"[:200])
         return f'<p class="note">The run\'s files hold something that cannot be shown here ({reason}).</p>'
-
-
-def inline_json(data: Any) -> str:
-    """JSON that no text in it can end the script element that holds it."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 # Header

@@ -89,13 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def draw(runs: list[Metrics], output: Path, x_axis: str = "tokens") -> None:
-    """Draw the runs, overlaid, into `output`, which is whole or absent.
-
-    `x_axis` is "tokens" or "step"; where a run did not count tokens, it is "step" for all.
-
-    Raises:
-        ReportError: matplotlib is not installed, or cannot write a file of that ending.
-    """
+    """Draw the runs, overlaid, into `output`, which is whole or absent. `x_axis` is "tokens" or "step"; where a run did
+    not count tokens, it is "step" for all. Raises ReportError: no matplotlib, or one that cannot write that ending."""
     try:
         import matplotlib
     except ImportError:
@@ -149,7 +144,9 @@ def build_figure(runs: list[Metrics], x_axis: str) -> Figure:
     add_key(panels["loss"], runs)
     draw_objectives(panels["accuracy"], runs, x_axis, "accuracy", "accuracy")
     panels["accuracy"].yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-    draw_measure(panels["speed"], runs, x_axis, "stats/tokens_per_second", f"tokens per second{mfu_text(runs)}")
+    rates = list(runs[0].series.get("stats/mfu", {}).values()) if len(runs) == 1 else []
+    mfu = f" (MFU {100 * float(np.median(rates)):.0f} %)" if rates else ""
+    draw_measure(panels["speed"], runs, x_axis, "stats/tokens_per_second", f"tokens per second{mfu}")
     draw_measure(panels["gradient"], runs, x_axis, "stats/grad_norm", "gradient norm, before clipping")
     draw_schedule(panels["rate"], runs, x_axis, "stats/learning_rate", "learning rate")
     draw_schedule(panels["length"], runs, x_axis, "stats/seq_length", "row length (tokens)", stepped=True)
@@ -320,12 +317,6 @@ def add_perplexity_axis(axes: Axes) -> None:
     second.set_yticks(ticks, [short_number(tick) for tick in ticks])
     second.set_ylabel("perplexity", color=PALE)
     second.spines["right"].set_visible(False)
-
-
-def mfu_text(runs: list[Metrics]) -> str:
-    """The median fraction of the hardware's peak, for the panel's title, where a single run logged it."""
-    values = runs[0].series.get("stats/mfu", {}) if len(runs) == 1 else {}
-    return f" (MFU {100 * float(np.median(list(values.values()))):.0f} %)" if values else ""
 
 
 if __name__ == "__main__":

@@ -39,14 +39,11 @@ class Start:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder's content.
+    """A run folder's content. config, status, ledger: config.json and so on, {} without one. starts: in order of time.
 
-    config: config.json, {} without one. status: status.json, likewise. starts: in order of time.
     pairs: newest zero-shot result by (mode, name), accuracies in [0, 1], rho and gains in R2; intervals: 95 %, of those
-    that have one. results: all others in files of evaluation/. samples: sample completions as written by
-    evaluation/samples.py, newest last. hours: step -> hours of training up to it, validation and saving left out.
-    ledger: ledger.json, {} without one.
-    """
+    that have one. results: all others in files of evaluation/. samples: as evaluation/samples.py writes them, newest
+    last. hours: step -> hours of training up to it, validation and saving left out."""
 
     metrics: Metrics
     config: dict[str, Any] = field(default_factory=dict)

@@ -117,7 +117,8 @@ def configuration(runs: Sequence[Run]) -> str:
         return ""
     names = [n for n in dict.fromkeys(n for found in values for n in found) if n not in _OF_THE_FOLDER]
     if len(runs) == 1:
-        changed = [name for name in names if _differs_from_default(name, values[0][name])]
+        known = {name: default for name in names if (default := _default(name)) is not None}  # None: by the device
+        changed = [name for name, default in known.items() if values[0][name] != default]
         rows = [[setting_name(n), _code(values[0][n]), escape(_default(n))] for n in changed]
         first = table(["Set for this run", "Value", "Default"], rows) if rows else ""
         every = table(["Setting", "Value"], [[setting_name(n), _code(values[0][n])] for n in names])
@@ -154,11 +155,6 @@ def _default(name: str) -> Any:
     return list(default) if isinstance(default, tuple) else default
 
 
-def _differs_from_default(name: str, value: Any) -> bool:
-    default = _default(name)  # None: chosen by the device
-    return name.startswith("flags.") and name not in _OF_THE_FOLDER and default is not None and value != default
-
-
 # Sample completions
 
 
@@ -173,17 +169,14 @@ def samples(runs: Sequence[Run]) -> str:
         if not by_step:
             continue
         *earlier, newest = sorted(by_step)
-        when = f"After step {newest:,}{_weights(by_step[newest])}."
+        averaged = any(sample.get("weights") == "ema" for sample in by_step[newest])
+        when = f"After step {newest:,}{', averaged weights (EMA)' * averaged}."
         parts.append(f"{heading(run, runs)}<p class='muted'>{when}</p>{sample_list(by_step[newest])}")
         parts += [
             f"<details><summary>Step {step:,}</summary>{sample_list(by_step[step])}</details>"
             for step in reversed(earlier)
         ]
     return "".join(parts)
-
-
-def _weights(found: list[dict[str, Any]]) -> str:
-    return ", averaged weights (EMA)" if any(sample.get("weights") == "ema" for sample in found) else ""
 
 
 def sample_list(found: Sequence[dict[str, Any]]) -> str:
