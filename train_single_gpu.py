@@ -21,14 +21,14 @@ from training.distributed import World, single_world
 from training.inputs import Inputs, choose_split, read_inputs
 from training.metric_logger import MetricLogger, Profiler, open_logger
 from training.plugins import Plugins
-from training.rank_checks import check_same_run
+from training.rank_checks import Agreements, check_same_run
 from training.resume import open_run
 from training.saves import Parts, Saver, save, save_and_stop
 from training.sinks import check_sinks, leave
 from training.state import TrainState
 from training.status import StatusFile
 from training.step import AsyncStepMetrics, answer_spike, fit_micro_batch, train_step, warm_up
-from training.stopping import Agreements, RunEnd, Stop, StopConditions
+from training.stopping import RunEnd, Stop, StopConditions
 from training.summary import describe
 from training.watchdog import Watchdog
 

@@ -20,9 +20,9 @@ from training import summary
 from training.distributed import World
 from training.environment import Environment
 from training.inputs import Inputs, choose_split
+from training.rank_checks import begin_agreement
 from training.state import TrainState
 from training.step import AsyncStepMetrics, train_step
-from training.stopping import begin_agreement
 from training.summary import flops_per_token, memory_estimate
 
 # Beyond these a row is WARN.

@@ -13,8 +13,8 @@ import pytest
 
 from training import run_dir
 from training.config import ConfigError
-from training.run_dir import RunFolder
-from training.watchdog import STALE_SECONDS, FolderOwner, HeartbeatFile
+from training.run_dir import STALE_SECONDS, FolderOwner, RunFolder
+from training.watchdog import HeartbeatFile
 
 
 @pytest.fixture

@@ -8,8 +8,10 @@ import json
 import os
 import platform
 import secrets
+import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,16 @@ import torch
 from data.atomic_io import json_object, write_atomically
 from data.batch_schedule import BatchSchedule
 from data.positions import Exposure, PositionError, parse_position, step_after
+from data.wording import time_text
 from training.checkpoint import RECORD, SaveError, training_flags
 from training.config import ConfigError, TrainingConfig
 from training.environment import COMMIT_FILE, git
 from training.status import LEDGER, SAMPLES, checkpoint_folders, copied_from, list_checkpoints
-from training.watchdog import FolderOwner
+from training.watchdog import HeartbeatFile
 
 _ROOT = Path(__file__).resolve().parent.parent
+_OWNER_SECONDS = 10.0  # between heartbeats of the folder's owner
+STALE_SECONDS = 60.0  # without a heartbeat, after which an owner counts as gone; far more than clocks differ
 
 
 def git_commit() -> str | None:
@@ -198,6 +203,81 @@ class RunFolder(RunView):
         for descriptor in self._held.values():
             os.close(descriptor)
         self._held = {}
+
+
+class FolderOwner:
+    """A folder's lock where the file system has none: owner.json, with a heartbeat every few seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "owner.json"
+        self._heartbeat: HeartbeatFile | None = None
+
+    def claim(self) -> str:
+        """Own the folder; "" where that worked, else who does. A stale owner is replaced, with a note.
+
+        Raises OSError where the folder cannot be written.
+        """
+        aside = self._path.with_name(f".owner_{os.getpid()}_{socket.gethostname()}")
+        while True:
+            try:
+                with self._path.open("x") as file:  # atomic, also on file systems without locks
+                    file.write(json.dumps(_this_process()))
+                self._heartbeat = HeartbeatFile(self._path, _this_process, _OWNER_SECONDS)
+                return ""
+            except FileExistsError:
+                found = self._read()
+                if holder := _live_owner(found):
+                    return holder
+                with suppress(FileNotFoundError):  # somebody else was faster, and will own it
+                    os.rename(self._path, aside)
+                    aside.unlink()
+                    print(f"note: {self._path} is of {_describe(found)}: taken over", flush=True)
+
+    def release(self) -> None:
+        """Give the folder back, where it is owned."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
+
+    def _read(self) -> dict[str, Any]:
+        """What owner.json says; one that is gone, or damaged, or being written, says when."""
+        try:
+            return json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            with suppress(OSError):
+                return {"time": self._path.stat().st_mtime}
+            return {"time": 0.0}
+
+
+def _this_process() -> dict[str, Any]:
+    """This process. pids: in which namespace its number counts; containers have their own."""
+    pids = None
+    with suppress(OSError):
+        pids = os.readlink("/proc/self/ns/pid")
+    job = os.environ.get("SLURM_JOB_ID")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "pids": pids, "job": job, "time": time.time()}
+
+
+def _describe(found: dict[str, Any]) -> str:
+    if "pid" not in found:
+        return "an unknown process"
+    job = f" of job {found['job']}" if found["job"] else ""
+    age = time_text(time.time() - found["time"])
+    return f"process {found['pid']} on {found['host']}{job}, last heartbeat {age} ago"
+
+
+def _live_owner(found: dict[str, Any]) -> str:
+    """Describes an owner that lives; "" where it does not."""
+    if time.time() - found["time"] > STALE_SECONDS:
+        return ""
+    own = _this_process()
+    if "pid" in found and found["pids"] is not None and all(found[key] == own[key] for key in ("host", "pids")):
+        with suppress(PermissionError):  # it lives, and is another user's
+            try:
+                os.kill(found["pid"], 0)
+            except ProcessLookupError:
+                return ""
+    return _describe(found)
 
 
 def origin(config: TrainingConfig) -> str | None:

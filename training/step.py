@@ -45,7 +45,7 @@ def train_step(
 ) -> InFlightStep:
     """Forward, backward and update for one global batch.
 
-    batch: this rank's rows. targets: those of the whole global batch by objective (stopping.Agreed), by which losses
+    batch: this rank's rows. targets: those of the whole global batch by objective (rank_checks.Agreed), by which losses
     are divided, so that gradients are sums over micro-batches and ranks.
     """
     world, step, rows = state.world, batch.plan.step, batch.plan.objective_rows
@@ -252,7 +252,7 @@ def _first_and_fullest(batch: StepBatch, device: torch.device) -> list[RowBatch]
 class InFlightStep:
     """A step whose numbers may still be on their way from the device.
 
-    metrics: what the host knows of it already. targets: from stopping.Agreed.
+    metrics: what the host knows of it already. targets: from rank_checks.Agreed.
     objective_weight: what a mean over each objective weighs in the loss.
     sums, fingerprint, extra: on the host, in memory that the device fills; to be read after `finished`.
     sums: float64 [4 * objectives + 1], `sums_by_objective` and the norm of the gradients, added up over ranks: a norm

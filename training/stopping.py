@@ -11,12 +11,10 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from data.loader import WEIGHT_UNITS, Loader, StepBatch
-from data.objectives import run_objectives
 from training import preemption
 from training.config import TrainingConfig
 from training.distributed import World
@@ -26,7 +24,6 @@ from training.errors import (
     DONE,
     GAVE_UP,
     HARDWARE,
-    HardwareError,
     NonFiniteError,
     OtherRankFailed,
     report_error,
@@ -52,10 +49,9 @@ from training.status import (
 )
 
 if TYPE_CHECKING:
-    from training.saves import Saver
+    pass
 
 _LOOK_SECONDS = 5.0  # between readings of the run folder's attempts
-_DATA_SECONDS = 1.0  # to wait for rows before looking whether a rank wants to stop
 _ASSUMED_BYTES_PER_SECOND = 2e8  # of a save, until one has been measured
 
 PROBLEM, INTERRUPT, SUPERSEDED, PREEMPTION = "problem", "interrupt", "superseded", "preemption"
@@ -181,83 +177,7 @@ class StopConditions:
         return None
 
 
-# The agreement before each step
-
-
-class Agreed(NamedTuple):
-    """What all ranks know before a step: what the targets of the global batch weigh together, by objective; whether any
-    rank wants to stop, or a checkpoint; and whether all have their rows."""
-
-    targets: list[float]
-    stops: bool
-    saves: bool
-    ready: bool
-
-
-def begin_agreement(
-    world: World, batch: StepBatch | None, wants_stop: bool, step: int, objectives: int, wants_save: bool = False
-) -> Callable[[], Agreed]:
-    """Tell the others what this rank knows and wants before `step`, beside what follows; the function waits for them.
-
-    batch: this rank's rows of global batch `step`, None where they are not ready. Summed by the hosts, in whole units.
-    A target weighs 1, so that these are numbers of targets, unless RowBatch.target_weights say otherwise.
-    """
-    targets = [0] * objectives if batch is None else batch.target_weights.tolist()
-    counts = torch.tensor([*targets, int(wants_stop), int(wants_save), int(batch is None)])
-    sums = world.begin_all_reduce(counts, "target counts")
-
-    def finish() -> Agreed:
-        world.progress.step = step + 1
-        *targets, stops, saves, missing = sums().tolist()
-        world.progress.in_step = stops == saves == 0  # a save may take longer than a step
-        return Agreed([target / WEIGHT_UNITS for target in targets], stops > 0, saves > 0, missing == 0)
-
-    return finish
-
-
-class Agreements:
-    """The agreement before each step, of several ranks begun before the step before it, so that it costs no time.
-
-    A stop, or a save, is then one step late, on all ranks.
-    """
-
-    def __init__(
-        self,
-        config: TrainingConfig,
-        world: World,
-        loader: Loader,
-        conditions: StopConditions,
-        log: MetricLogger,
-        saver: Saver | None,
-    ):
-        self._config, self._world, self._loader = config, world, loader
-        self._conditions, self._log, self._saver = conditions, log, saver
-        self._ahead: Callable[[], Agreed] | None = None
-
-    def before(self, step: int) -> Agreed:
-        """That of the step to come. Raises HardwareError where its rows do not come."""
-        finish, self._ahead = self._ahead or self._begin(step, _DATA_SECONDS), None
-        return finish()
-
-    def begin(self, step: int) -> None:
-        """Begin that of the step after the one to come; `before` waits for it."""
-        if self._world.size > 1 and step < self._config.max_steps:
-            self._ahead = self._begin(step, 0.0)
-
-    def drop(self) -> None:
-        """Wait for what has begun: ranks that part leave nothing under way."""
-        if self._ahead is not None:
-            self._ahead()
-
-    def _begin(self, step: int, seconds: float) -> Callable[[], Agreed]:
-        batch = self._loader.peek(seconds)
-        if self._loader.late > 60 * self._config.collective_timeout:
-            path, late = self._config.train_path, self._loader.late
-            raise HardwareError(f"no rows came from {path} for {late:.0f} s; do its disks answer?")
-        problem = self._log.problem or (self._saver and self._saver.problem)
-        wants_stop = self._conditions.requested(problem) is not None
-        wanted = (wants_stop, step, len(run_objectives(self._config.causal_rows)))
-        return begin_agreement(self._world, batch, *wanted, self._saver is not None and self._saver.due(step))
+# What follows
 
 
 def may_requeue(stop: Stop, config: TrainingConfig, environment: Environment) -> bool:

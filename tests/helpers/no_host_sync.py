@@ -17,9 +17,9 @@ from training.config import TrainingConfig, parse_config
 from training.distributed import World, start_world
 from training.gradients import BUCKET_BYTES
 from training.inputs import read_inputs, resolve_device_defaults
+from training.rank_checks import begin_agreement
 from training.state import TrainState
 from training.step import AsyncStepMetrics, train_step
-from training.stopping import begin_agreement
 
 
 def train_without_waiting(
