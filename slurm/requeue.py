@@ -40,13 +40,13 @@ from training.status import (
     REQUEUED,
     RUNNING,
     Status,
+    StatusFile,
     checkpoint_folders,
     first_failure,
     hosts_at_fault,
     newest_step,
     read_status,
     starts_so_far,
-    write_status,
 )
 
 START_AGAIN = 76  # no exit code of a rank (training/errors.py)
@@ -111,12 +111,12 @@ def _requeue(
         if again or not can_start or not preemption.takes_steps(host):  # once may be chance
             nodes, note = preemption.plan_exclusion(environment.job_id, host, found() - {host})
     if can_start and not nodes and _is_ours(environment):
-        write_status(config.run_folder, environment, REQUEUED, cause, step, _last_step(config, status))
+        StatusFile(config.run_folder, environment, _last_step(config, status)).write(REQUEUED, cause, step)
         note = f"; {note}" if note else ""
         return START_AGAIN, f"{cause}; job {environment.job_id} starts again in its allocation{note}"
     outcome, answer = preemption.requeue(environment.job_id, environment.requeues)
     if outcome == preemption.REQUEUED:
-        write_status(config.run_folder, environment, REQUEUED, cause, step, _last_step(config, status))
+        StatusFile(config.run_folder, environment, _last_step(config, status)).write(REQUEUED, cause, step)
         # Only now, since a running job cannot be changed
         if nodes and (refusal := preemption.exclude_nodes(environment.job_id, nodes)):
             nodes, note = [], f"{host} is not excluded: {refusal}"
@@ -144,7 +144,7 @@ def _fail(
     if status is not None and status.state in (RUNNING, FAILED):  # rank 0 may have died before it wrote so
         step = newest_step(*checkpoint_folders(config.run_folder))
         with contextlib.suppress(OSError):  # a full disk
-            write_status(config.run_folder, environment, FAILED, cause, step, status.max_steps)
+            StatusFile(config.run_folder, environment, status.max_steps).write(FAILED, cause, step)
     return exit_code or BUG.code, f"job {environment.job_id} failed: {cause}"
 
 

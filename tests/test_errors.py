@@ -37,7 +37,7 @@ from training.errors import (
 )
 from training.preemption import RestartRefused
 from training.sinks import BackgroundSink, Sink
-from training.status import RUNNING, read_status, record_failure, write_status
+from training.status import RUNNING, StatusFile, read_status, record_failure
 
 HERE = socket.gethostname()
 
@@ -182,11 +182,11 @@ def test_requeue_by_kind_of_first_failure(tmp_path, monkeypatch, srun, failures,
         environment = Environment("slurm", rank=rank, world_size=8, job_id="77")
         record_failure(config.run_folder, environment, error, secondary, kind.name)
     environment = Environment("slurm", job_id="77")
-    write_status(config.run_folder, environment, RUNNING, "", 0, 100)
+    StatusFile(config.run_folder, environment, 100).write(RUNNING, "", 0)
     found, words = finish(config, environment, srun, requeue_on_crash=True)
     assert found == code
     assert ("SLURM starts job 77 again" in words) == retried
-    write_status(config.run_folder, environment, RUNNING, "", 0, 100)
+    StatusFile(config.run_folder, environment, 100).write(RUNNING, "", 0)
     found, words = finish(config, environment, srun, requeue_on_crash=False)
     assert found == (code or (failures[0][0].code if failures else srun))
     assert words.startswith("job 77 failed: ")

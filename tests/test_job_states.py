@@ -17,7 +17,7 @@ from slurm.jobs import Job, Task, exit_code, last_step, reports_table
 from slurm.launch import main, read_run
 from training.environment import Environment
 from training.preemption import QueueEntry, SlurmUnreachable, read_queue
-from training.status import record_failure, write_status
+from training.status import StatusFile, record_failure
 
 
 def test_queue_from_squeue_and_scontrol(fake_slurm):
@@ -101,7 +101,7 @@ def make_run(task: Task, state: str, reason: str = "", job_id: str = "", restart
     folder = Path(task.run_folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text('{"step": 11}\n{"step": 12}\n{"st')
-    write_status(folder, environment, state, reason, 10, 50)
+    StatusFile(folder, environment, 50).write(state, reason, 10)
     return environment
 
 

@@ -20,7 +20,7 @@ from slurm.jobs import Job
 from slurm.launch import TrainingFailed, TrainingJob, main, read_run, submit
 from training.config import TrainingConfig, parse_config
 from training.environment import Environment
-from training.status import record_failure, write_status
+from training.status import StatusFile, record_failure
 
 NEEDED = ["--train_path=shards/*.shard", "--config_file=model.json", "--tokenizer_path=t.json", "--name=run"]
 
@@ -163,7 +163,7 @@ def trained(monkeypatch, tmp_path):
             assert sys.argv == ["train_multi_gpu.py", "--name=run"]
             os.kill(os.getpid(), signal.SIGUSR2)
             assert signals.received == "SIGUSR2"
-            write_status(tmp_path / "run", environment, state, "", 3, 10)
+            StatusFile(tmp_path / "run", environment, 10).write(state, "", 3)
             if error:
                 record_failure(tmp_path / "run", environment, error)
             with signals:

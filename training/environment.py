@@ -63,18 +63,13 @@ def _integer(variables: Mapping[str, str], name: str, default: int | None = None
         raise EnvironmentProblem(f"environment variable {name} is {variables[name]!r}, not a whole number") from None
 
 
-def _split_node_list(text: str) -> list[str]:
-    """Split at commas outside brackets."""
-    return [part for part in re.split(r",(?![^\[]*\])", text) if part]
-
-
 def expand_node_list(text: str) -> list[str]:
     """Host names of a SLURM node list such as `gpu[01-03,7],login1` (without calling scontrol).
 
     Raises EnvironmentProblem for a list that does not follow SLURM's syntax.
     """
     hosts = []
-    for part in _split_node_list(text):
+    for part in filter(None, re.split(r",(?![^\[]*\])", text)):  # at commas outside brackets
         if not re.fullmatch(r"(?:[^\[\]\s]+|\[[^\[\]\s]+\])+", part):
             raise EnvironmentProblem(f"node list {text!r} does not follow SLURM's syntax")
         names = [""]

@@ -208,14 +208,16 @@ def _print_and_record(
             if known is not None and known.error == error:
                 return
         record_failure(config.run_folder, environment, error, secondary, kind.name, host)
+    _print_lines(f"error: {error}".splitlines(), environment)
+
+
+def _print_lines(lines: list[str], environment: Environment) -> None:
     prefix = f"[rank {environment.rank} on {socket.gethostname()}] " if environment.world_size > 1 else ""
-    print("".join(f"{prefix}{line}\n" for line in f"error: {error}".splitlines()), end="", file=sys.stderr, flush=True)
+    print("".join(f"{prefix}{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
 
 
 def _show_traceback(error: BaseException, world: World | None) -> str:
     """Print the traceback of an unforeseen error, all but its last line, which is returned."""
-    environment = _environment(world)
-    prefix = f"[rank {environment.rank} on {socket.gethostname()}] " if environment.world_size > 1 else ""
-    lines = "".join(traceback.format_exception(error)).splitlines()
-    print("".join(f"{prefix}{line}\n" for line in lines[:-1]), end="", file=sys.stderr, flush=True)
-    return lines[-1]
+    *lines, last = "".join(traceback.format_exception(error)).splitlines()
+    _print_lines(lines, _environment(world))
+    return last

@@ -23,7 +23,6 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -116,7 +115,7 @@ class Plugins:
                     continue
                 for sink in sinks:
                     name = f"{type(sink).__name__} of --plugin {plugin.path}"
-                    opened.append(BackgroundSink(name, partial(_itself, sink), say))
+                    opened.append(BackgroundSink(name, lambda sink=sink: sink, say))
         return opened
 
     def evaluate(self, state: TrainState, inputs: Inputs, say: Callable[[str], object]) -> dict[str, Any]:
@@ -202,10 +201,6 @@ def _numbers(result: Any, taken: Mapping[str, Any]) -> dict[str, float]:
     if pairs := [key for key, value in found.items() if isinstance(value, tuple)]:
         raise ValueError(f"it returned a pair as {pairs[0]!r}; it must be a number")
     return found
-
-
-def _itself(sink: Any) -> Any:
-    return sink
 
 
 def _import(path: str) -> Plugin:

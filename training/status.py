@@ -64,26 +64,19 @@ class Failure:
     host_at_fault: str = ""
 
 
-def write_status(folder: Path, environment: Environment, state: str, reason: str, step: int, max_steps: int) -> None:
-    """Replace status.json. Raises OSError where the folder cannot be written."""
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    status = Status(
-        state, reason, step, max_steps, environment.job_id, environment.restart_count, socket.gethostname(), now
-    )
-    write_atomically(folder / "status.json", json.dumps(asdict(status), indent=1).encode())
-
-
 @dataclass(frozen=True)
 class StatusFile:
-    """A run's status.json, to be written by rank 0."""
+    """A run's status.json, to be written by rank 0, or by who speaks for it."""
 
     folder: Path
     environment: Environment
     max_steps: int
 
     def write(self, state: str, reason: str, step: int) -> None:
-        """Replace what it says. Raises OSError."""
-        write_status(self.folder, self.environment, state, reason, step, self.max_steps)
+        """Replace what it says. Raises OSError where the folder cannot be written."""
+        now, job = datetime.now(timezone.utc).isoformat(timespec="seconds"), self.environment
+        status = Status(state, reason, step, self.max_steps, job.job_id, job.restart_count, socket.gethostname(), now)
+        write_atomically(self.folder / "status.json", json.dumps(asdict(status), indent=1).encode())
 
 
 def read_status(folder: Path) -> Status | None:
@@ -98,11 +91,6 @@ def read_status(folder: Path) -> Status | None:
 # Failures
 
 
-def _failure_file(folder: Path, environment: Environment) -> Path:
-    name = f"{environment.job_id or 'none'}_{environment.restart_count}_{environment.rank}.json"
-    return folder / "failures" / name
-
-
 def record_failure(
     folder: Path,
     environment: Environment,
@@ -114,7 +102,8 @@ def record_failure(
     """Record this rank's error; a folder that cannot be written is no new error."""
     host, now = socket.gethostname(), time.time()
     failure = Failure(environment.rank, host, now, error, secondary, kind, host_at_fault)
-    path = _failure_file(folder, environment)
+    name = f"{environment.job_id or 'none'}_{environment.restart_count}_{environment.rank}.json"
+    path = folder / "failures" / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(asdict(failure)).encode())
@@ -147,15 +136,10 @@ def _failures(folder: Path, pattern: str) -> list[Failure]:
 # Attempts
 
 
-def _lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines of attempts.jsonl, without damaged ones."""
-    return json_objects(folder / "attempts.jsonl")
-
-
 def _attempts(folder: Path) -> list[dict[str, Any]]:
     """The starts that attempts.jsonl holds."""
     whole = {"job_id", "restart_count", "newest_step"}
-    return [line for line in _lines(folder) if line.keys() >= whole]
+    return [line for line in json_objects(folder / "attempts.jsonl") if line.keys() >= whole]
 
 
 @dataclass(frozen=True)
@@ -186,8 +170,8 @@ def begin_attempt(folder: Path, environment: Environment, newest_step: int) -> A
     """
     job_id, restart_count = environment.job_id, environment.restart_count
     known = [attempt for attempt in _attempts(folder) if job_id is not None and attempt["job_id"] == job_id]
-    ended = [line for line in _lines(folder) if line.get("job_id") == job_id]
-    excused, without_progress = {line["restart_count"] for line in ended if "ended_by_signal" in line}, 0
+    ended = [line for line in json_objects(folder / "attempts.jsonl") if "ended_by_signal" in line]
+    excused, without_progress = {line["restart_count"] for line in ended if line.get("job_id") == job_id}, 0
     for attempt in reversed([attempt for attempt in known if attempt["restart_count"] < restart_count]):
         if attempt["newest_step"] != newest_step:  # also a lower one: the run was rolled back, then went on
             break

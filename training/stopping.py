@@ -45,7 +45,6 @@ from training.status import (
     list_checkpoints,
     newest_step,
     read_status,
-    write_status,
 )
 
 if TYPE_CHECKING:
@@ -200,7 +199,7 @@ def conclude(stop: Stop, step: int, config: TrainingConfig, environment: Environ
     elif stop.kind == PREEMPTION and environment.job_id is None:
         code = signal_code(stop.text)
     with suppress(OSError):  # a full disk; what there was to save is saved, and a requeue has been asked for
-        write_status(config.run_folder, environment, state, reason, step, config.max_steps)
+        StatusFile(config.run_folder, environment, config.max_steps).write(state, reason, step)
     return code, words
 
 

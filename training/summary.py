@@ -35,19 +35,9 @@ from training.schedules import in_words, steps_of
 # Dense bf16 matrix rates in FLOP/s of what a rank has, from the vendors' data sheets, by what the device's name
 # contains; the longest name that fits counts. A card of the MI250 kind is two devices, each with half of its rate.
 _PEAK_FLOPS = {
-    "H200": 989e12,
-    "H200 NVL": 835e12,
-    "H100": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "MI300X": 1307e12,
-    "MI250": 181e12,
-    "MI250X": 191.5e12,
-}
+    "H200": 989e12, "H200 NVL": 835e12, "H100": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "GH200": 989e12,
+    "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "MI300X": 1307e12, "MI250": 181e12, "MI250X": 191.5e12,
+}  # fmt: skip
 
 _MANY_DOCUMENTS = 50_000_000  # whose index takes long enough to be told
 

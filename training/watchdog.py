@@ -33,7 +33,7 @@ from training.config import TrainingConfig
 from training.distributed import World
 from training.environment import Environment
 from training.errors import HARDWARE, HardwareError, OtherRankFailed, report_error
-from training.status import FAILED, newest_step, record_failure, write_status
+from training.status import FAILED, StatusFile, newest_step, record_failure
 
 _Result = TypeVar("_Result")
 
@@ -119,7 +119,7 @@ class Watchdog:
         if rank == 0:
             with suppress(OSError):
                 done = newest_step(folder / "checkpoints")
-                write_status(folder, environment, FAILED, str(error), done, self._config.max_steps)
+                StatusFile(folder, environment, self._config.max_steps).write(FAILED, str(error), done)
         if is_reporter:
             report_error(error, self._config, self._world)
         elif environment.job_id is not None:
