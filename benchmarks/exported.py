@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.synthetic import write_inputs
-from benchmarks.timing import time_of, write_results
+from benchmarks.timing import host_times_of, peak_mib, time_of, write_results
 from data.cli import Parser
 from evaluation.generation import LoadedModel, Sampling, generate
 from export.attention_kernels import register
@@ -162,24 +162,15 @@ def milliseconds(call: Callable[[], Any], options: argparse.Namespace) -> float:
     """Median time of a call after a warm-up."""
     if options.device != "cpu":
         return time_of(call, options.repetitions)
-    times = []
-    for _ in range(options.repetitions + 1):
-        start = time.perf_counter()
-        call()
-        times.append(1000 * (time.perf_counter() - start))
-    return statistics.median(times[1:])
+    return statistics.median(host_times_of(call, options.repetitions))
 
 
 def memory(call: Callable[[], Any]) -> float | None:
     """MiB that a call needs at most beside what is there; None where it fails."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
     try:
-        call()
+        return peak_mib(call)
     except Exception:  # of memory that lacks, or of a library: `measured`, called before, has named it
         return None
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -34,8 +34,8 @@ import torch.distributed as dist
 
 import train_multi_gpu
 import train_single_gpu
-from benchmarks.synthetic import write_inputs
-from benchmarks.timing import write_results
+from benchmarks.synthetic import run_flags, write_inputs
+from benchmarks.timing import host_times_of, write_results
 from data.cli import Parser
 from model import ModelConfig
 from training.distributed import Grid, World, axes_through, start_world
@@ -55,21 +55,8 @@ def write_model(folder: Path) -> list[str]:
     }
     model = ModelConfig(**sizes, vocab_size=256, max_position_embeddings=64, position_bucket_size=8)
     (folder / "model.json").write_text(json.dumps(asdict(model)))
-    paths = {"train_path": "train.shard", "config_file": "model.json", "tokenizer_path": "tokenizer.json"}
-    flags = {**{flag: str(folder / name) for flag, name in paths.items()}, "output_dir": str(folder / "runs")}
-    short = {"max_steps": 2, "seq_length": 16, "batch_reduction": 1, "length_milestones": "", "validate_every": 0}
-    off = {"save_every": 0, "validation_samples": 0, "wandb_mode": "disabled", "device": "cpu", "collective_timeout": 9}
-    return [f"--{flag}={value}" for flag, value in {**flags, **short, **off}.items()]
-
-
-def milliseconds(function: Callable[[], Any], tries: int = _TRIES) -> list[float]:
-    """Of so many calls in a row, after one that connects; ascending."""
-    times = []
-    for _ in range(tries + 1):
-        began = time.perf_counter()
-        function()
-        times.append(1000 * (time.perf_counter() - began))
-    return sorted(times[1:])
+    short = {"max_steps": 2, "seq_length": 16, "validation_samples": 0, "device": "cpu", "collective_timeout": 9}
+    return run_flags(folder, folder / "model.json", folder / "runs", **short)
 
 
 def own_bytes() -> int:
@@ -92,11 +79,11 @@ def run_rank(rank: int, ranks: int, flags: Sequence[str], began: float, folder: 
         pause = time.time()
         counts = torch.zeros(5, dtype=torch.int64)
         tries = _CONSTANT_TRIES if ranks == 2 else _TRIES
-        ring = milliseconds(lambda: dist.all_reduce(counts), tries)
+        ring = host_times_of(lambda: dist.all_reduce(counts), tries)
         grid = world.grid or Grid(rank, ranks, timedelta(minutes=5))
-        agreement = milliseconds(lambda: grid.all_reduce(counts, dist.ReduceOp.SUM).wait(), tries)
+        agreement = host_times_of(lambda: grid.all_reduce(counts, dist.ReduceOp.SUM).wait(), tries)
         found["ring_ms"], found["grid_ms"] = statistics.median(ring), statistics.median(agreement)
-        found["least_ring_ms"], found["least_grid_ms"] = ring[0], agreement[0]
+        found["least_ring_ms"], found["least_grid_ms"] = min(ring), min(agreement)
         found["pause"] = time.time() - pause
         return world
 

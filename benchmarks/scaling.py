@@ -28,11 +28,10 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
-from benchmarks.synthetic import write_inputs
+from benchmarks.synthetic import read_rates, run_flags, write_inputs
 from benchmarks.timing import write_results
 from data.cli import Parser
 from model import ModelConfig
-from training.metric_logger import read_metrics
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -64,23 +63,14 @@ class Run:
         if self._process.wait():
             output = (self._folder / "log").read_text(errors="replace")
             raise RuntimeError(f"{' '.join(self._command)}\n{output[-6000:]}")
-        metrics = read_metrics(self._folder / "run" / "metrics.jsonl")
+        rates, lines = read_rates(self._folder / "run", self._skip)
         shutil.rmtree(self._folder)
-        lines = [line for line in metrics if line["step"] > self._skip]
-        rates = [line["stats/tokens_per_second"] for line in lines]
         return {
             "ranks": self._ranks,
             "accumulation": self._accumulation,
             "flags": self._extra,
-            "tokens_per_second": statistics.median(rates),
-            "slowest": min(rates),
-            "fastest": max(rates),
-            "step_ms": 1000 * self._step_tokens / statistics.median(rates),
-            "peak_memory_gib": max(line.get("stats/peak_memory_gib", 0.0) for line in lines),
-            "loader_wait_fraction": statistics.median(
-                line["stats/loader_wait_seconds"] * line["stats/tokens_per_second"] / self._step_tokens
-                for line in lines
-            ),
+            **rates,
+            "step_ms": 1000 * self._step_tokens / rates["tokens_per_second"],
             "last_loss": lines[-1]["train/loss"],
         }
 
@@ -89,32 +79,14 @@ def _command(
     inputs: Path, folder: Path, options: argparse.Namespace, ranks: int, accumulation: int, extra: Sequence[str]
 ) -> list[str]:
     rows = options.tokens // options.seq_length
-    script = "train_single_gpu.py" if ranks == 1 else "train_multi_gpu.py"
-    launcher = [sys.executable]
+    launcher = [sys.executable, str(_ROOT / "train_single_gpu.py")]
     if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [
-        *launcher,
-        str(_ROOT / script),
-        f"--train_path={inputs / 'train.shard'}",
-        f"--config_file={options.config}",
-        f"--tokenizer_path={inputs / 'tokenizer.json'}",
-        f"--output_dir={folder}",
-        "--name=run",
-        f"--seq_length={options.seq_length}",
-        f"--local_batch_size={rows}",
-        f"--global_batch_size={rows * accumulation * ranks}",
-        f"--hybrid_numerator={max(1, options.ranks - 1)}",
-        f"--hybrid_denominator={options.ranks}",
-        f"--max_steps={options.steps}",
-        "--length_milestones=",
-        "--batch_reduction=1",
-        "--save_every=0",
-        "--validate_every=0",
-        "--wandb_mode=disabled",
-        f"--device={options.device}",
-        *extra,
-    ]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        launcher.append(str(_ROOT / "train_multi_gpu.py"))
+    sizes = {"seq_length": options.seq_length, "local_batch_size": rows, "max_steps": options.steps}
+    sizes |= {"global_batch_size": rows * accumulation * ranks, "device": options.device, "name": "run"}
+    ratio = {"hybrid_numerator": max(1, options.ranks - 1), "hybrid_denominator": options.ranks}
+    return [*launcher, *run_flags(inputs, options.config, folder, **sizes, **ratio), *extra]
 
 
 def apart(inputs: Path, options: argparse.Namespace, accumulation: int) -> dict[str, Any]:

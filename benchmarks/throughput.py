@@ -28,7 +28,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 
 import torch
 
-from benchmarks.synthetic import write_inputs
+from benchmarks.synthetic import read_rates, run_flags, write_inputs
 from benchmarks.timing import time_of, write_results
 from data.cli import Parser
 from model import ModelConfig
@@ -46,47 +46,24 @@ def run_case(
     rows = options.tokens // seq_length * 8 // 5 if ramp else options.tokens // seq_length
     name = f"T{seq_length}" + ("_ramp" if ramp else "") + "".join(extra).replace("--", "_").replace("=", "_")
     output = inputs / "runs"
-    flags = [
-        f"--train_path={inputs / 'train.shard'}",
-        f"--config_file={config}",
-        f"--tokenizer_path={inputs / 'tokenizer.json'}",
-        f"--output_dir={output}",
-        f"--seq_length={seq_length}",
-        f"--local_batch_size={rows}",
-        f"--global_batch_size={rows * options.accumulation}",
-        "--length_milestones=",
-        f"--batch_reduction={4 if ramp else 1}",
-        "--save_every=0",
-        "--validate_every=0",
-        "--wandb_mode=disabled",
-        f"--device={options.device}",
-        *extra,
-    ]
+    sizes = {"seq_length": seq_length, "local_batch_size": rows, "global_batch_size": rows * options.accumulation}
+    sizes |= {"batch_reduction": 4 if ramp else 1, "device": options.device}
+    flags = [*run_flags(inputs, config, output, **sizes), *extra]
     metrics = output / name / "metrics.jsonl"
     watched = _Watch(metrics, options.skip)
     _run("train_single_gpu.py", [*flags, f"--name={name}", f"--max_steps={options.steps}"], watched.look)
-    lines = [line for line in read_metrics(metrics) if line["step"] > options.skip]
+    rates, lines = read_rates(output / name, options.skip)
     parts = {}
     if options.parts:
         parts = json.loads(_run("benchmarks/step_breakdown.py", [*flags, f"--name={name}_parts", "--max_steps=6"]))
-    rates = [line["stats/tokens_per_second"] for line in lines]
     return {
         "seq_length": seq_length,
         "ramp": ramp,
         "flags": extra,
+        **rates,
         "mean_tokens_per_second": watched.mean(lines),
         "memory_in_use_gib": watched.memory / 2**30,
-        "tokens_per_second": statistics.median(rates),
-        "slowest": min(rates),
-        "fastest": max(rates),
         "mfu": statistics.median(line.get("stats/mfu", 0.0) for line in lines),
-        "peak_memory_gib": max(line.get("stats/peak_memory_gib", 0.0) for line in lines),
-        "loader_wait_fraction": statistics.median(
-            line["stats/loader_wait_seconds"]
-            * line["stats/tokens_per_second"]
-            / (line["stats/global_batch_size"] * seq_length)
-            for line in lines
-        ),
         "first_step_seconds": _first_step_seconds(output / name),
         "parts_ms_a_step": parts,
     }

@@ -8,6 +8,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,25 @@ def times_of(function: Callable[[], Any], repetitions: int, warm_up: int = 3) ->
 def time_of(function: Callable[[], Any], repetitions: int) -> float:
     """Median milliseconds of one call."""
     return statistics.median(times_of(function, repetitions))
+
+
+def host_times_of(function: Callable[[], Any], repetitions: int) -> list[float]:
+    """Milliseconds by the host's clock of each of `repetitions` calls in a row, after one that counts for nothing."""
+    times = []
+    for _ in range(repetitions + 1):
+        began = time.perf_counter()
+        function()
+        times.append(1000 * (time.perf_counter() - began))
+    return times[1:]
+
+
+def peak_mib(function: Callable[[], Any]) -> float:
+    """MiB of the device that a call needs at most beside what is there."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def commit() -> str:
