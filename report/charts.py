@@ -74,15 +74,23 @@ def _noisy(runs: list[Run], key: str, colour: str | None = None, label: str = "t
     return lines
 
 
+def further_averages(runs: list[Run]) -> list[str]:
+    """Names of further averages of the weights (--ema_decay, --tail_average) that any run has measured."""
+    key = re.compile(r"valid/(?:[^/]+/)?ema-([^_/]+)_.*")
+    return sorted({found[1] for run in runs for each in run.metrics.series if (found := key.fullmatch(each))})
+
+
 def objective_charts(runs: list[Run], measure: str, title: str, **options: Any) -> list[Chart]:
-    """A chart per objective of `measure` ("loss", "accuracy"): training, validation and validation of the EMA."""
+    """A chart per objective of `measure` ("loss", "accuracy"): training, validation and validation of averages."""
     charts = []
     for position, objective in enumerate(objectives(run.metrics for run in runs)):
         colour = hue_of(objective, position)
         lines = _noisy(runs, f"train/{objective}_{measure}", colour)
         name, heading = f"{objective}_{measure}", f"{objective.capitalize()} {title}"
         charts += _chart(name, heading, [*lines, *_validation(runs, "valid/", name, colour)], **options)
-        key = re.compile(rf"valid/([^/]+)/(?:ema_)?{re.escape(name)}")  # of several held-out sets, each a small chart
+        key = re.compile(
+            rf"valid/([^/]+)/(?:ema(?:-[^_/]+)?_)?{re.escape(name)}"
+        )  # of several held-out sets, each a small chart
         found = (key.fullmatch(each) for run in runs for each in run.metrics.series)
         for held_out in dict.fromkeys(match[1] for match in found if match):
             lines = _validation(runs, f"valid/{held_out}/", name, colour)
@@ -93,12 +101,15 @@ def objective_charts(runs: list[Run], measure: str, title: str, **options: Any) 
 
 
 def _validation(runs: list[Run], prefix: str, name: str, colour: str) -> list[dict[str, Any]]:
-    """Validation of every run's weights and of their average."""
-    lines = []
+    """Validation of every run's weights, of their EMA, and of further averages, dashed otherwise."""
+    lines, further = [], further_averages(runs)
     for number, run in enumerate(runs):
         hue = colour if len(runs) == 1 else run_colour(number)
         lines.append(_line(run, number, f"{prefix}{name}", "valid", hue, "validation"))
         lines.append(_line(run, number, f"{prefix}ema_{name}", "ema", hue, "validation, EMA"))
+        for dash, of in enumerate(further, 1):
+            line = _line(run, number, f"{prefix}ema-{of}_{name}", "ema", hue, f"validation, average {of}")
+            lines.append({**line, "dash": dash})
     return lines
 
 

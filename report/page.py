@@ -12,7 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from report.charts import Chart, axes_of, chance, hue_of, is_set, pair_names, run_colour, sections, spoken
+from report.charts import (
+    Chart,
+    axes_of,
+    chance,
+    further_averages,
+    hue_of,
+    is_set,
+    pair_names,
+    run_colour,
+    sections,
+    spoken,
+)
 from report.metrics import objectives, short_number
 from report.runs import Run
 from report.tables import MISSING, configuration, environment, evaluations, interval, ledgers, restarts, samples, table
@@ -350,6 +361,10 @@ def _loss_key(runs: list[Run]) -> str:
         marks.append(("dot", "validation"))
     if any(key.startswith("valid/ema_") for key in keys):
         marks.append(("ring", "validation, averaged weights (EMA)"))
+    if names := further_averages(runs):
+        shapes = ("line", "long dashes", "dots")  # as the page's DASHES
+        listed = ", ".join(f"{name} ({shapes[dash % 3]})" for dash, name in enumerate(names, 1))
+        marks.append(("ring", f"validation, further averages: {html.escape(listed)}"))
     if any(start.step > 0 for run in runs for start in run.starts):
         marks.append(("tick", "restart"))
     return "<p class='key'>" + "".join(f'<span><i class="{m}"></i>{text}</span>' for m, text in marks) + "</p>"

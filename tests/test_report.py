@@ -70,13 +70,19 @@ def test_charts_and_figures_know_any_objective(tmp_path):
     """Whatever has a loss in metrics.jsonl, without a list of names; z_loss is none."""
     folder = write_run(tmp_path / "first")
     with (folder / "metrics.jsonl").open("a") as file:
-        for key, value in (("train/span_loss", 2.5), ("train/span_accuracy", 0.5), ("valid/ema_span_loss", 2.25)):
+        for key, value in (
+            ("train/span_loss", 2.5), ("train/span_accuracy", 0.5), ("valid/ema_span_loss", 2.25),
+            ("valid/ema-0.999_masked_loss", 3.5), ("valid/ema-tail_masked_loss", 3.25),
+        ):  # fmt: skip
             file.write(json.dumps({"step": 40, key: value}) + "\n")
     page = page_of(tmp_path, folder)
     charts = {chart["id"]: chart for chart in data_of(page)["charts"]}
     assert {line["kind"]: line["y"] for line in charts["span_loss"]["lines"]} == {
         "raw": [2.5], "smooth": [2.5], "ema": [2.25],
     }  # fmt: skip
+    further = {line["label"]: (line["y"], line["dash"]) for line in charts["masked_loss"]["lines"] if "dash" in line}
+    assert further == {"validation, average 0.999": ([3.5], 1), "validation, average tail": ([3.25], 2)}
+    assert "further averages: 0.999 (long dashes), tail (dots)" in text_of(page)
     colours = {
         name: {line["colour"] for line in charts[f"{name}_loss"]["lines"]} for name in ("masked", "causal", "span")
     }

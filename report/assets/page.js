@@ -190,7 +190,7 @@
     const few = x.length <= 40;
     const wide = chart.reference !== undefined ? 2 : thin ? (few ? 1.2 : 1.6) : kind === "raw" ? 1 : 2.1;
     make("path", { d: path, fill: "none", stroke: hue, "stroke-width": wide, "stroke-linejoin": "round", "stroke-linecap": "round",
-      opacity: kind === "raw" ? 0.24 : 1, "stroke-dasharray": kind === "ema" ? "4 3" : DASHES[(line.dash || 0) % DASHES.length] }, parent);
+      opacity: kind === "raw" ? 0.24 : 1, "stroke-dasharray": kind === "ema" && !line.dash ? "4 3" : DASHES[(line.dash || 0) % DASHES.length] }, parent);
     if (x.length === 1 || (thin && few && !chart.small)) for (let n = 0; n < x.length; n++)
       make("circle", { cx: sx(x[n]), cy: sy(y[n]), r: data.runs.length > 1 ? 2.6 : 3.4, fill: kind === "ema" ? "var(--card)" : hue, stroke: hue, "stroke-width": data.runs.length > 1 ? 1.2 : 1.6 }, parent);
   }
