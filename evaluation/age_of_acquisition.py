@@ -34,17 +34,9 @@ import numpy as np
 from data.cli import Parser
 from evaluation.finetune_metrics import pearson, spearman
 from evaluation.generation import UsageError, run
-from evaluation.pair_accuracy import read_lines, read_text, text_of
+from evaluation.pair_accuracy import OBJECTIVES, chosen_modes, read_lines, read_text, text_of
 from evaluation.reading_times import encode_places, surprisals
-from evaluation.scoring import (
-    add_mode_flag,
-    add_scoring_flags,
-    check_scoring_flags,
-    chosen_objectives,
-    load_for_scoring,
-    score_texts,
-    write_results,
-)
+from evaluation.scoring import about, add_scoring_flags, check_scoring_flags, load_for_scoring, write_json
 from evaluation.token_log_probs import sentence_sums
 from evaluation.zero_shot import spearman_interval
 
@@ -58,10 +50,9 @@ _STEEPEST = 200.0  # of sigmoids, over the range of what was measured
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = Parser(__doc__)
-    add_scoring_flags(parser, document_end=False, several=True)
+    add_scoring_flags(parser, document_end=False, modes=OBJECTIVES, several=True)
     parser.add_argument("--ages", required=True, metavar="FILE.csv", help="words and shares of children, or ages")
     parser.add_argument("--contexts", required=True, metavar="FILE.jsonl", help="texts that words stand behind")
-    add_mode_flag(parser, fused=False)
     parser.add_argument("--output", metavar="FILE.json", help="write results, with each word's ages, there")
     return run(measure, parser.parse_args(arguments))
 
@@ -77,7 +68,7 @@ def measure(options: argparse.Namespace) -> None:
     words = list(dict.fromkeys(word for _, word in places))
     if not words:
         raise UsageError(f"--contexts {options.contexts} has no word of --ages {options.ages}.")
-    modes, index = chosen_objectives(options.mode), {word: number for number, word in enumerate(words)}
+    modes, index = chosen_modes(options.mode, OBJECTIVES), {word: number for number, word in enumerate(words)}
     of_word = np.array([index[word] for _, word in places])
     curves: dict[str, list[np.ndarray]] = {mode: [] for mode in modes}
     chance = np.zeros(len(words))
@@ -85,7 +76,7 @@ def measure(options: argparse.Namespace) -> None:
         model = load_for_scoring(argparse.Namespace(**{**vars(options), "model": path}))
         tokenizer = model.loaded.tokenizer
         encoded = {mode: encode_places(tuple(places), tokenizer, model.special, mode == "causal") for mode in modes}
-        scores = score_texts(model, {mode: sentences for mode, (sentences, _) in encoded.items()})
+        scores = model.score({mode: sentences for mode, (sentences, _) in encoded.items()})
         for mode, (sentences, owners) in encoded.items():
             found = surprisals(sentence_sums(sentences, scores[mode])[0], owners, len(places))
             curves[mode].append(np.bincount(of_word, found) / np.bincount(of_word))
@@ -102,9 +93,11 @@ def measure(options: argparse.Namespace) -> None:
     months = {word: None if math.isnan(ages[word]) else ages[word] for word in words}
     for of in found.values():
         of["log10_words"] = dict(zip(words, of["log10_words"], strict=True))
-    about = {"model": str(models[-1]), "checkpoints": [str(path) for path in models], "definition": _DEFINITION}
-    datasets = {"age_of_acquisition": {"items": len(words), "modes": found}}
-    write_results(options.output, {**about, "datasets": datasets, "months": months})
+    if options.output:
+        datasets = {"age_of_acquisition": {"items": len(words), "modes": found}}
+        of_newest = about(argparse.Namespace(model=str(models[-1]), ema=options.ema))
+        measured = {"checkpoints": [str(path) for path in models], "definition": _DEFINITION, "months": months}
+        write_json(options.output, {**of_newest, "datasets": datasets, **measured})
 
 
 def words_seen(path: str) -> float:
