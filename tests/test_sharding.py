@@ -19,9 +19,8 @@ from export.load_model import load_model
 from model_config import ModelConfig
 from training.checkpoint import CheckpointError, locate, open_checkpoint, read_initial_weights
 from training.config import parse_config
-from training.distributed import World, single_world
+from training.distributed import Mesh, World, single_world
 from training.environment import Environment
-from training.gradients import balanced
 from training.inputs import read_inputs
 from training.metric_logger import read_metrics
 from training.state import TrainState, _empty_model
@@ -70,7 +69,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
         "nadam_two": Run(uneven, fault="gives_back"),
         "lamb_full": Run(options("lamb_full", "full"), fault="stale_once"),
     }
-    short = {"max_steps": 2, "length_milestones": "", "batch_reduction": 1, "tail_average": "1"}
+    short = {"max_steps": 2, "length_milestones": "", "batch_reduction": 1, "tail_average": "1", "max_gradient": 0}
+    short["mixed_precision"] = True  # in which weights travel rounded
     two["nadam_plain"] = Run(options("nadam_plain", "none", **short))
     two["nadam_traced"] = Run(options("nadam_traced", "full", compile=True, **short), fault="gives_back")
     two["lamb_whole"] = Run(options("lamb_whole", "none"))
@@ -81,7 +81,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
     single("nadam_two_one", "zero1", "nadam_two")
     four = {
         "lamb_two_four": Run(options("lamb_two_four", "none", "lamb_two")),
-        "normuon_one_four": Run(options("normuon_one_four", "full", "normuon_one")),
+        "normuon_one_four": Run(options("normuon_one_four", "full", "normuon_one", sharding_ranks=2)),
+        "copies": Run(options("nadam_copies", "full", sharding_ranks=2), fault="flipped_part"),
+        "uneven": Run(options("nadam_uneven", "zero1", sharding_ranks=3)),
     }
     return home, outcomes | dict(zip(four, run_ranks(list(four.values()), world_size=4), strict=True))
 
@@ -101,6 +103,12 @@ def test_same_run(runs: tuple[Path, dict[str, list[Outcome]]], name: str, expect
         assert a.keys() == b.keys()
         for key in a:
             assert (a[key] - b[key]).double().norm() <= 5e-3 * a[key].double().norm().clamp(min=1e-6), (file, key)
+
+
+@pytest.mark.slow
+def test_weights_that_travel_rounded_are_those_that_autocast_rounds(runs: tuple[Path, dict[str, list[Outcome]]]):
+    plain, traced = (training_lines(runs[0] / name)[0]["train/loss"] for name in ("nadam_plain", "nadam_traced"))
+    assert plain == traced
 
 
 @pytest.mark.slow
@@ -169,6 +177,17 @@ def test_an_optimizer_of_all_parameters_together_is_refused(runs: tuple[Path, di
 
 
 @pytest.mark.slow
+def test_copies_of_the_state_that_differ_end_the_run(runs: tuple[Path, dict[str, list[Outcome]]]):
+    assert {outcome.code for outcome in runs[1]["copies"]} == {1, 75}
+    assert "step 6: ranks 0-3 (" in runs[1]["copies"][0].text
+    assert (
+        "differ in copies of the state, first in what each group of --sharding_ranks has" in runs[1]["copies"][0].text
+    )
+    assert {outcome.code for outcome in runs[1]["uneven"]} == {2}
+    assert "--sharding_ranks is 3, by which 4 ranks cannot be divided" in runs[1]["uneven"][0].text
+
+
+@pytest.mark.slow
 def test_a_bad_average_of_one_rank_ends_all(runs: tuple[Path, dict[str, list[Outcome]]]):
     assert [outcome.code for outcome in runs[1]["bad"]] == [3, 1]
     assert "before its checkpoint: ema/" in runs[1]["bad"][0].text
@@ -217,13 +236,14 @@ def test_a_model_that_no_file_fills_is_drawn(monkeypatch: pytest.MonkeyPatch, ki
 
 def test_owners_have_about_as_much():
     sizes = [50, 3, 8, 8, 8, 8, 20, 20]
-    owners = balanced(sizes, 3)
+    owners, largest = Mesh(3, 0).share_out(sizes)
+    assert largest == 50 / 125
     assert [sum(size for size, of in zip(sizes, owners, strict=True) if of == rank) for rank in range(3)] == [
         50,
         39,
         36,
     ]
-    assert balanced([1, 1], 4) == [0, 1]  # ranks without any
+    assert Mesh(4, 0).share_out([1, 1]) == ([0, 1], 0.5)  # ranks without any
 
 
 @pytest.mark.gpu

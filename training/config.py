@@ -85,6 +85,7 @@ _ONLY_WITH = (
      ("matrix_learning_rate", "matrix_momentum", "cautious_weight_decay", "rest_optimizer")),
     ("spike_policy", ("skip", "rollback"), ("spike_threshold",)),
     ("sharding", ("none", "zero1"), ("allreduce_dtype",)),
+    ("sharding", ("zero1", "full"), ("sharding_ranks",)),
     ("schedule", ("cosine",), ("cooldown_proportion",)),
     ("schedule", ("wsd",), ("decay_proportion", "decay_shape")),
 )  # fmt: skip

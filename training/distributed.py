@@ -8,7 +8,7 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -123,6 +123,30 @@ def axes_through(rank: int, size: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
+class Mesh:
+    """Who shares state (--sharding): groups of `size` neighbouring ranks, each of which holds all of it once.
+
+    position: of this rank in its group. copies: how many groups there are. group, replicas: the process groups of this
+    rank's group, and of the ranks at its position in all groups; None: of all ranks, and of this one alone.
+    """
+
+    size: int
+    position: int
+    copies: int = 1
+    group: Any = None
+    replicas: Any = None
+
+    def share_out(self, sizes: Sequence[int]) -> tuple[list[int], float]:
+        """A position for each of `sizes`, so that all have about as much, the largest first, to whom has least; and the
+        fraction that a position has at most."""
+        loads, owners = [0] * self.size, [0] * len(sizes)
+        for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+            owners[number] = loads.index(min(loads))
+            loads[owners[number]] += sizes[number]
+        return owners, max(loads) / sum(sizes)
+
+
+@dataclass(frozen=True)
 class World:
     """The processes of a run. `size` 1 needs no process group.
 
@@ -141,6 +165,25 @@ class World:
     def is_main(self) -> bool:
         """Whether this process writes files and prints."""
         return self.rank == 0
+
+    def mesh(self, ranks: int) -> Mesh:
+        """Groups of so many ranks, 0: one of all; to be called by all ranks. Raises ConfigError."""
+        if ranks in (0, self.size) or self.size == 1:
+            return Mesh(self.size, self.rank)
+        if self.size % ranks:
+            raise ConfigError(
+                f"--sharding_ranks is {ranks}, by which {self.size} ranks cannot be divided; give the ranks of a node, "
+                "or 0 for one group of all"
+            )
+        position, timeout = self.rank % ranks, _backstop(self.collective_timeout)
+        group, replicas = (
+            dist.new_group(list(members), timeout, use_local_synchronization=True)
+            for members in (
+                range(self.rank - position, self.rank - position + ranks),
+                range(position, self.size, ranks),
+            )
+        )
+        return Mesh(ranks, position, self.size // ranks, group, replicas)
 
     @contextmanager
     def waiting(self, operation: str) -> Iterator[None]:

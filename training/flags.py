@@ -419,6 +419,10 @@ class Flags:
         "too, 20 bytes less, for more messages and no CUDA graphs; the same result to rounding",
         choices=("none", "zero1", "full"),
     )  # fmt: skip
+    sharding_ranks: int = _hardware(
+        0, "ranks in a row that share a copy of the state with --sharding, such as those of a node, between which sums "
+        "of gradients alone travel (0: all ranks)", at_least(0),
+    )  # fmt: skip
     activation_checkpointing: str = _hardware(
         "none", "activations that the backward pass computes anew instead of keeping them: mlp, of feed-forwards; "
         "layer, of attention, too; the same result with less memory and more time", choices=("none", "mlp", "layer"),

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _DATA_SECONDS = 1.0  # to wait for rows before looking whether a rank wants to stop
 _PARTS = ("weights", "average", "moments")
+_COPIES = "copies of the state"
 _ROOT = Path(__file__).resolve().parent.parent
 # Sources that a training run imports.
 _CODE = ("train_*.py", "model*.py", "data/*.py", "ops/*.py", "ops/cuda/*", "training/*.py", "evaluation/*.py")
@@ -237,13 +238,14 @@ class RankCheck:
         """Raises DivergenceError on all ranks where they differ; to be called once `digests` have arrived."""
         if bool((self.digests == self.digests[0]).all()):
             return
-        parts = [part for part, column in zip(_PARTS, self.digests.t(), strict=True) if len(column.unique()) > 1]
+        parts = [part for part, column in zip(self.names, self.digests.t(), strict=True) if len(column.unique()) > 1]
         odd = _minority([tuple(row) for row in self.digests.tolist()])
         everyone = world.all_gather_objects((socket.gethostname(), self.own.tolist()), "state checksums")
-        names = [name for part in _PARTS for name in self.names[part]]
-        first = next(
+        names = [name for part in self.names.values() for name in part]
+        differ = (
             name for name, *sums in zip(names, *(sums for _, sums in everyone), strict=True) if len(set(sums)) > 1
         )
+        first = next(differ, "what each group of --sharding_ranks has of its own")
         odd_hosts = list(dict.fromkeys(everyone[rank][0] for rank in odd or range(world.size)))
         hosts = ", ".join(odd_hosts)
         what = f"{' and '.join(parts)}, first in {first}"
@@ -258,10 +260,11 @@ class RankCheck:
 
 
 def begin_check(state: TrainState, world: World) -> RankCheck | None:
-    """Queue a comparison of what all ranks hold, with zero1 weights alone, with full those of no layer's matrices; None
-    for one rank. Nothing waits for the device."""
+    """Queue a comparison of what all ranks hold, with zero1 weights alone, with full those of no layer's matrices, and
+    of the copies of a divided state; None for one rank. Nothing waits for the device."""
     if world.size == 1:
         return None
+    mesh, divided = state.gradients.mesh, list[Tensor]()
     tensors = {
         "weights": {n: p for n, p in state.model.named_parameters() if p not in state.gradients.layers.matrices},
         "average": state.ema.state_dict()
@@ -269,14 +272,24 @@ def begin_check(state: TrainState, world: World) -> RankCheck | None:
         "moments": named_state(state.optimizer, state.model),
     }
     if state.gradients.sharded:
+        if mesh.copies > 1:
+            matrices = (p for p in state.gradients.layers.matrices if p in (state.gradients.owned or ()))
+            divided = [*tensors["average"].values(), *tensors["moments"].values(), *matrices]
         tensors |= {"average": {}, "moments": {}}
+    shared = [tensor for part in _PARTS for tensor in tensors[part].values()]
     # An optimizer may keep numbers on the host.
-    own = state.bit_sums([tensor.to(world.device) for part in _PARTS for tensor in tensors[part].values()])
+    sums = state.bit_sums([tensor.to(world.device) for tensor in (*shared, *divided)])
+    own, of_copy = sums[: len(shared)], sums[len(shared) :].sum(0, keepdim=True)
     order = torch.arange(1, 2 * len(own), 2, device=own.device)  # odd: no flipped bit is lost, nor tensors that swap
     counts = [len(tensors[part]) for part in _PARTS]
     digests = torch.stack([part.sum() for part in (own * order).split(counts)])
+    names = {part: list(tensors[part]) for part in _PARTS}
+    if mesh.copies > 1:
+        with world.collective("all_reduce of state checksums"):
+            dist.all_reduce(of_copy, group=mesh.group)
+        digests, names[_COPIES] = torch.cat((digests, of_copy)), []
     digests = world.all_gather(digests, "state checksums").to("cpu", non_blocking=True)
-    return RankCheck(state.step, {part: list(tensors[part]) for part in _PARTS}, own, digests)
+    return RankCheck(state.step, names, own, digests)
 
 
 def check_ranks(state: TrainState, world: World) -> None:

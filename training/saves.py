@@ -155,7 +155,8 @@ def _runtime() -> Any:
 
 
 class Parts:
-    """Parts of checkpoints, which the ranks of a divided state write side by side, in the background; rank 0 leads.
+    """Parts of checkpoints, which the ranks of a divided state write side by side, in the background; rank 0 leads. Of
+    several copies of the state (--sharding_ranks) the first is written.
 
     Messages go through a process group of their own, where no other thread can come in between.
     """
@@ -165,10 +166,12 @@ class Parts:
         self._state, self._world = state, state.world
         own = sum(average.numel() for average in state.ema.state_dict().values())
         self.bytes = checkpoint_bytes(own, len(state.averages))  # about
-        self._group: Any = dist.new_group(timeout=timedelta(minutes=self._world.collective_timeout), backend="gloo")
+        self._size = state.gradients.mesh.size
+        timeout = timedelta(minutes=self._world.collective_timeout)
+        self._group: Any = dist.new_group(list(range(self._size)), timeout, backend="gloo")
         self._snapshot: Snapshot | None = None
         self._writer: threading.Thread | None = None
-        if not self._world.is_main:
+        if 0 < self._world.rank < self._size:
             self._snapshot = Snapshot(self._world.device, self.bytes)
             state.write_part = self._follow
 
@@ -223,7 +226,7 @@ class Parts:
         try:
             if self._snapshot is not None:
                 self._snapshot.wait()
-            written = write_files(folder, files, f"-{self._world.rank + 1:05}-of-{self._world.size:05}")
+            written = write_files(folder, files, f"-{self._world.rank + 1:05}-of-{self._size:05}")
         except Exception as error:  # whatever it is, rank 0 waits to hear of it
             code, words = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
             return {}, {}, (code or 0, f"{words or error} (rank {self._world.rank} on {socket.gethostname()})")
@@ -235,7 +238,7 @@ class Parts:
         return box[0]
 
     def _gather(self, answer: Any) -> list[Any]:
-        answers: list[Any] | None = [None] * self._world.size if self._world.is_main else None
+        answers: list[Any] | None = [None] * self._size if self._world.is_main else None
         dist.gather_object(answer, answers, dst=0, group=self._group)
         return answers or []
 

@@ -14,7 +14,7 @@ from torch import nn
 from data.counter_rng import fold
 from data.flag_rules import factors
 from data.masking import MaskingOptions
-from model import ModelConfig
+from model import LTGBert, ModelConfig
 from model_extra import build_model
 from model_protocol import PretrainingModel
 from ops.bit_sums import BitSums
@@ -108,9 +108,11 @@ class TrainState:
         """
         model = _initial_model(config, model_config, checkpoint, world)
         captures = not graph_obstacle(config, world.device)
-        sharded, layers = config.sharding != "none", _layers(model, "layer", config, "sharding", "full")
+        layers, in_bfloat16 = _layers(model, "layer", config, "sharding", "full"), bool(config.mixed_precision)
+        mesh = None if config.sharding == "none" else world.mesh(config.sharding_ranks)
+        in_bfloat16 &= isinstance(model, LTGBert)  # what others do with their matrices is not known
         gradients = GradientBuckets(
-            model, world, config.allreduce_dtype, captures, bucket_bytes, sharded=sharded, layers=layers
+            model, world, config.allreduce_dtype, captures, bucket_bytes, mesh, layers, in_bfloat16
         )
         optimizer = _optimizer(config, model, gradients.owned)
         ema = Ema(model, config.ema_decays[0], gradients.owned, gradients.share_weights)

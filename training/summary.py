@@ -190,7 +190,7 @@ def describe(
         "memory": _memory_line(config, need, parameters),
     }
     if config.sharding != "none":
-        lines["sharding"] = _sharding_line(config.sharding, world, parameters, part)
+        lines["sharding"] = _sharding_line(config, world, parameters, part)
     if named := inputs.named_checkpoints:
         lines["kept"] = _named_line(named, config.save_weights_only)
     if graphs and world.device.type == "cuda":
@@ -204,15 +204,16 @@ def describe(
     return "\n".join(f"  {key:<13} {value}" for key, value in lines.items())
 
 
-def _sharding_line(sharding: str, world: World, parameters: int, part: float) -> str:
+def _sharding_line(config: TrainingConfig, world: World, parameters: int, part: float) -> str:
     """What is divided among the ranks, of which one has at most `part`."""
     if world.size == 1:
         return "none: there is one rank"
-    saved = (20 if sharding == "full" else 12) * parameters * (1 - part)
-    what = "moments and average" + ", weights and gradients of layers" * (sharding == "full")
-    return (
-        f"{sharding}, {what} in {world.size} parts, at most {part:.0%} on a rank; saves about {_bytes(saved)} a device"
-    )
+    full, parts = config.sharding == "full", config.sharding_ranks or world.size
+    saved = (20 if full else 12) * parameters * (1 - part)
+    what = "moments and average" + ", weights and gradients of layers" * full
+    copies = f", {world.size // parts} copies" * (parts < world.size)
+    at_most = f"at most {part:.0%} on a rank; saves about {_bytes(saved)} a device"
+    return f"{config.sharding}, {what} in {parts} parts{copies}, {at_most}"
 
 
 def describe_launch(config: TrainingConfig, model: ModelConfig, world: World, start_step: int) -> dict[str, Any]:
@@ -385,7 +386,7 @@ def memory_estimate(
     divided = config.sharding == "full" and world_size > 1
     inside = min(parameters, (attention + feed_forward) * model.num_hidden_layers) if divided else 0
     # Weights, gradients, two moments and the averages in float32.
-    parts = world_size if config.sharding != "none" else 1
+    parts = config.sharding_ranks or world_size if config.sharding != "none" else 1
     averaged = 8 + 4 * (1 + len(config.further_averages))  # and moments
     states = (parameters - inside) * (8 + averaged / parts) + inside * (8 + averaged) / parts
     states += 8 * (attention + feed_forward) * divided  # weights and gradients of two sublayers, which others own

@@ -187,6 +187,12 @@ def flipped_average(rank: int) -> Iterator[None]:
 
 
 @fault
+def flipped_part(rank: int) -> Iterator[None]:
+    """In the average of what rank 1 owns, with a divided state."""
+    yield from _flips(rank, lambda state: next(iter(state.ema.state_dict().values())))
+
+
+@fault
 def infinite_average(rank: int) -> Iterator[None]:
     """An average that only rank 1 has, with zero1, becomes infinite before the first save."""
     from training import saves
