@@ -60,7 +60,8 @@ def find_shards(path: str | Path, trusted: bool = False, cache: ShardCache | Non
     manifests = cached(_manifest)
     shards: list[ListedShard] = []
     for match in matches:
-        if match.is_dir():
+        listed = match.name in manifests(match.parent)[1]  # then it is a file, as a manifest says
+        if not listed and match.is_dir():
             shards += _folder_shards(match, trusted)
         elif match.suffix == SHARD_SUFFIX:
             shards.append(_listed(match, manifests, trusted))

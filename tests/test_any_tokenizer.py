@@ -31,9 +31,12 @@ ROLES = {  # what each is trained with: its own, given ones, or appended ones
     "bert": (None, "", "bos=[CLS],eos=[SEP],pad=[PAD],mask=[MASK],unk=[UNK]"),
     "gpt2": (["pad", "mask"], "", "bos=<|endoftext|>,eos=<|endoftext|>,pad=<pad>,mask=<mask>,unk=<|endoftext|>"),
     "llama2": (["pad", "mask"], "", "bos=<s>,eos=</s>,pad=<pad>,mask=<mask>,unk=<unk>"),
+    "llama3": (["pad", "mask"], "", "bos=<|begin_of_text|>,eos=<|end_of_text|>,pad=<pad>,mask=<mask>"),
+    "modernbert": (None, "", "bos=[CLS],eos=[SEP],pad=[PAD],mask=[MASK],unk=[UNK]"),
+    "roberta": (None, "", "bos=<s>,eos=</s>,pad=<pad>,mask=<mask>,unk=<unk>"),
     "t5": (None, "bos=</s>,mask=<extra_id_0>", "bos=</s>,eos=</s>,pad=<pad>,mask=<extra_id_0>,unk=<unk>"),
 }
-NAMES = ["bert", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama2", "t5"))]
+NAMES = ["bert", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in [*ROLES][2:])]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -77,7 +80,7 @@ def test_the_run_records_its_roles_and_resumes_with_them(trained, capsys):
     _, tokenizer, _ = load_model(run)
     assert str(load_special_tokens(run, tokenizer)) == expected
     assert train_single_gpu.main(command(folder)) == 0
-    other = "mask=[unused2]" if name == "bert" else "unk=<pad>"
+    other = "mask=[unused2]" if "[CLS]" in expected else "unk=<pad>"
     assert train_single_gpu.main(command(folder, special_tokens=other)) == 2
     assert "--special_tokens was" in capsys.readouterr().err
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,16 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from data.blocks import BlockOrder
-from data.corpus import Corpus
+from data.corpus import Corpus, CorpusError
 from data.loader import BatchBuilder, RowBatch, ValidationSet
 from data.masking import IGNORE_INDEX, PADDING, MaskingOptions
+from data.mix_plan import MixPlan
 from data.objectives import CAUSAL, MASKED
 from data.plan import DataPlan, StepPlan, resolve_split
-from data.shards import write_shard
+from data.positions import parse_amount
+from data.shards import write_manifest, write_shard
+from training.config import TrainingConfig
+from training.inputs import _named_checkpoints, _with_steps, make_plan
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
 FIRST = 16  # the first stored token; each is one more than the last
@@ -58,8 +64,11 @@ class Case:
 
     def open(self, folder: Path) -> Corpus:
         documents = np.split(np.arange(sum(self.lengths)) + FIRST, np.cumsum(self.lengths)[:-1])
+        size, files = self.options.vocab_size, []
         for name, part in (("a", documents[: self.first_shard]), ("b", documents[self.first_shard :])):
-            write_shard(folder / f"{name}.shard", part, "ab" * 32, self.options.vocab_size)
+            words = 1 + sum(map(len, part)) // (2 + len(files))
+            files.append(write_shard(folder / f"{name}.shard", part, "ab" * 32, size, words=words))
+        write_manifest(folder, files, "ab" * 32, size, {})
         path = folder / "*.shard"
         if self.mix is not None:
             path = folder / "mix.json"
@@ -223,6 +232,38 @@ def test_mix_uses_no_document_ahead_of_others_and_stages_their_sources(tmp_path_
     for source, used, count in walked:
         part = uses[FIRST:][:split] if source.name == "a" else uses[FIRST:][split:]
         assert part.max() <= -(-used // count)
+
+
+@fuzz
+@given(cases(), st.sampled_from(["tokens", "words", "epochs"]), st.fractions(0.001, 1))
+def test_budgets_are_spent_in_the_fewest_steps_and_amounts_met_at_the_first(tmp_path_factory, case, unit, part):
+    corpus, plan = case.open(tmp_path_factory.mktemp("budgets")), case.plan
+    same = {name: getattr(plan, name) for name in ("seq_length", "global_batch_size", "batch_reduction")}
+    ratio = {"hybrid_numerator": plan.hybrid_numerator, "hybrid_denominator": plan.hybrid_denominator}
+    end = {"hybrid_numerator_end": -1 if plan.hybrid_numerator_end is None else plan.hybrid_numerator_end}
+    files = dict.fromkeys(("name", "train_path", "config_file", "tokenizer_path", "output_dir"), "none is opened")
+    config = TrainingConfig(**files, **same, **ratio, **end, length_milestones=plan.milestones, seed=plan.seed)
+
+    def used(steps: int, length: int) -> Fraction:
+        """What the first `steps` steps of a run of `length` use, counted step by step."""
+        plan = make_plan(replace(config, max_steps=length), corpus.exposure)
+        if unit == "words":
+            return Fraction(MixPlan(corpus, plan).words(steps)[0])
+        tokens = sum(plan.step(step).tokens for step in range(steps))
+        return Fraction(tokens, corpus.tokens_before_epoch(1) if unit == "epochs" else 1)
+
+    wanted = int(part * used(plan.max_steps, plan.max_steps) * (10**9 if unit == "epochs" else 1))
+    assume(wanted > 0)
+    text = f"{wanted // 10**9}.{wanted % 10**9:09}" if unit == "epochs" else str(wanted)
+    amount = parse_amount(text, unit)
+    with suppress(CorpusError):  # a stage would begin behind the end
+        steps = _with_steps(replace(config, **{f"max_{unit}": text}), corpus).max_steps
+        assert used(steps, steps) >= amount.value
+        assert not any(used(fewer, fewer) >= amount.value for fewer in range(max(1, steps - 3), steps))
+    plan = make_plan(replace(config, max_steps=plan.max_steps), corpus.exposure)
+    named = _named_checkpoints(replace(config, **{f"save_{unit}": text}), MixPlan(corpus, plan), plan, corpus)
+    [(step, _)] = named.items()
+    assert used(step - 1, plan.max_steps) < amount.value <= used(step, plan.max_steps)
 
 
 @fuzz
