@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
-import time
+from collections import deque
 from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import compress
-from multiprocessing import connection, get_context
-from multiprocessing.process import BaseProcess
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 
@@ -61,12 +65,8 @@ class ChunkEncoder:
         validation = np.array([is_validation(text, self._settings.validation_fraction) for text in texts], bool)
         if not is_piece and not lengths.all():  # a foreign tokenizer may know no token for a text
             some = lengths > 0
-            lengths, words, validation, fields = (
-                lengths[some],
-                words[some],
-                validation[some],
-                list(compress(fields, some)),
-            )
+            lengths, words, validation = lengths[some], words[some], validation[some]
+            fields = list(compress(fields, some))
         parsed = [json.loads(line) for line in fields] if chunk.closes else []
         without = {f"without_{name}": sum(each[name] is None for each in parsed) for name in layout.keep_fields}
         return EncodedChunk(
@@ -123,103 +123,62 @@ def encode_in_order(
     if workers == 1:
         yield from map(ChunkEncoder(settings), chunks)
         return
-    pool = [_Worker(settings) for _ in range(workers)]
+    others = set(active_children())
+    # Forking a process with threads (tokenizers, tqdm) may lock up.
+    with _deaf_children():
+        pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (settings,))
+    given: deque[Future[EncodedChunk]] = deque()
     try:
-        yield from _through_pool(chunks, pool)
+        for chunk in chunks:
+            with _deaf_children():
+                given.append(pool.submit(_encode_here, chunk))
+            if len(given) == 3 * workers:
+                yield given.popleft().result()
+        while given:
+            yield given.popleft().result()
+    except BrokenProcessPool:
+        raise CommandError(
+            "a worker process was killed, mostly for a lack of memory; run the same again to continue, with fewer "
+            "--workers if memory is short"
+        ) from None
     finally:
-        for worker in pool:
-            worker.connection.close()  # an idle worker ends by itself
-        deadline = time.monotonic() + 0.5
-        for worker in pool:
-            worker.process.join(timeout=max(0.0, deadline - time.monotonic()))
-            worker.process.kill()
-            worker.process.join()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(active_children()) - others:
+            process.kill()
+            process.join()
 
 
-def _through_pool(chunks: Iterator[Chunk], pool: list[_Worker]) -> Iterator[EncodedChunk]:
-    idle, busy = list(pool), {}  # busy: connection -> worker
-    finished: dict[int, EncodedChunk | CommandError] = {}
-    window = 3 * len(pool)  # chunks that are out or wait for an earlier one
-    sent = received = 0
-    ended = False
-    while True:
-        while idle and not ended and sent - received < window:
-            chunk = next(chunks, None)
-            ended = chunk is None
-            if chunk is not None:
-                worker = idle.pop()
-                worker.give(sent, chunk)
-                busy[worker.connection] = worker
-                sent += 1
-        if received in finished:  # hand out after all workers have something to do
-            result = finished.pop(received)
-            if isinstance(result, CommandError):
-                raise result
-            received += 1
-            yield result
-        elif busy:
-            for ready in connection.wait(list(busy)):
-                worker = busy.pop(ready)  # type: ignore[arg-type]
-                finished[worker.number] = worker.take()
-                idle.append(worker)
-        else:
-            return
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Processes that begin meanwhile do so deaf to what reaches the whole group: this process ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_GROUP)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Worker:
-    """A process with a pipe of its own. It ends when the pipe closes, also because this process was killed; shared
-    queues, as in multiprocessing.Pool, would keep it alive."""
-
-    def __init__(self, settings: EncoderSettings) -> None:
-        context = get_context("spawn")  # forking a process with threads (tokenizers, tqdm) may lock up
-        self.connection, other_end = context.Pipe()
-        self.number = -1
-        # The worker starts deaf to Ctrl-C and SIGTERM, which reach the whole group: this process ends the workers.
-        signals = {signal.SIGINT, signal.SIGTERM}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        try:
-            self.process: BaseProcess = context.Process(target=_work, args=(other_end, settings), daemon=True)
-            self.process.start()
-        finally:
-            other_end.close()
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def give(self, number: int, chunk: Chunk) -> None:
-        self.number = number
-        try:
-            self.connection.send(chunk)
-        except OSError:
-            raise self._died() from None
-
-    def take(self) -> EncodedChunk | CommandError:
-        try:
-            return self.connection.recv()
-        except (EOFError, OSError):
-            raise self._died() from None
-
-    def _died(self) -> CommandError:
-        self.process.join(timeout=5)
-        return CommandError(
-            f"a worker process ended with exit code {self.process.exitcode} (-9 is mostly a lack of memory); run the "
-            "same again to continue, with fewer --workers if memory is short"
-        )
+_OF_THE_GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_encoder: ChunkEncoder | None = None  # of a worker
 
 
-def _work(pipe: connection.Connection, settings: EncoderSettings) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+def _start_worker(settings: EncoderSettings) -> None:
+    global _encoder
+    for number in _OF_THE_GROUP:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    encode = ChunkEncoder(settings)
-    while True:
-        try:
-            chunk = pipe.recv()
-        except (EOFError, ConnectionResetError):  # reset: closed with a result that nobody took
-            return
-        try:
-            result: EncodedChunk | CommandError = encode(chunk)
-        except CommandError as error:
-            result = error
-        try:
-            pipe.send(result)
-        except OSError:  # nobody listens any more
-            return
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_GROUP)
+    Thread(target=_end_with_parent, daemon=True).start()
+    _encoder = ChunkEncoder(settings)
+
+
+def _end_with_parent() -> None:
+    """Else a worker would wait for ever where its parent was killed."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _encode_here(chunk: Chunk) -> EncodedChunk:
+    assert _encoder is not None
+    return _encoder(chunk)
