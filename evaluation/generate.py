@@ -63,12 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="below 1 keeps to the probable, 0 always takes the most probable token (default: 0.8)",
     )  # fmt: skip
     parser.add_argument(
-        "--top_k",
-        type=int,
-        default=0,
-        metavar="N",
+        "--top_k", type=int, default=0, metavar="N",
         help="draw from the N most probable tokens; 0: from all (default: 0)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--top_p", type=float, default=0.95, metavar="X",
         help="draw from the most probable tokens that together reach this probability; 1: from all (default: 0.95)",

@@ -245,18 +245,14 @@ class TextStream:
 def add_model_flags(parser: Parser, several: bool = False) -> None:
     """The flags that choose a model, or several: MODEL, --ema and --device."""
     parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="+" if several else None,
+        "model", metavar="MODEL", nargs="+" if several else None,
         help="run folder (its newest checkpoint), checkpoint, or exported folder",
-    )
+    )  # fmt: skip
     add_weights_flags(parser)
     parser.add_argument(
-        "--device",
-        choices=("auto", "cuda", "cpu"),
-        default="auto",
+        "--device", choices=("auto", "cuda", "cpu"), default="auto",
         help="auto: CUDA where there is a GPU (default: auto)",
-    )
+    )  # fmt: skip
 
 
 def add_weights_flags(parser: Parser) -> None:

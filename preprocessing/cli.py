@@ -125,20 +125,14 @@ def add_shard_flags(parser: Parser, tokenizer: str) -> None:
     )  # fmt: skip
     parser.add_argument("--special_tokens", default="", metavar="ROLE=TOKEN,...", help=FLAG_HELP)
     parser.add_argument(
-        "--validation_fraction",
-        type=fraction,
-        default=0.0,
-        metavar="X",
+        "--validation_fraction", type=fraction, default=0.0, metavar="X",
         help="fraction of documents (0 up to 1), chosen by the hash of their text, that go to FOLDER/validation, "
         "the others to FOLDER/train; 0 writes everything to FOLDER itself",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--shard_size",
-        type=positive_int,
-        default=DEFAULT_SHARD_SIZE,
-        metavar="TOKENS",
+        "--shard_size", type=positive_int, default=DEFAULT_SHARD_SIZE, metavar="TOKENS",
         help="tokens after which a shard file ends with its document",
-    )
+    )  # fmt: skip
     add_overwrite_flag(parser, "what the output folder holds")
 
 
@@ -149,38 +143,29 @@ def add_overwrite_flag(parser: Parser, what: str) -> None:
 def add_input_flags(parser: Parser) -> None:
     """The flags that say what text to read, the same for all scripts that read text."""
     parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
+        "--input", nargs="+", required=True, metavar="PATH",
         help="files, folders (searched to the bottom, links included) or globs in quotes, here or on a server (hf://, "
         "s3://, gs://, https://): .txt (a blank line between documents), .jsonl, .ndjson or .json.gz (a JSON string or "
         "object a line), each also as .gz, .bz2, .xz or .zst, .parquet and .arrow; named as files or by a glob, "
         ".train, .dev and .test are read as .txt, .json as .jsonl. dataset://NAME?config=...&split=...&revision=...: a "
         "Hugging Face dataset by name or folder, streamed (the split train unless given)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--other_files",
-        choices=("text", "jsonl"),
+        "--other_files", choices=("text", "jsonl"),
         help="read files with another suffix or none, such as WikiExtractor's wiki_00, as .txt or as .jsonl (default: "
         "in folders they are named and not read)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--text_field",
-        default="text",
-        metavar="NAME",
+        "--text_field", default="text", metavar="NAME",
         help="field (.jsonl) or column (.parquet, .arrow) that holds the text; a.b.c reaches into nested ones, and of "
         "a list of texts each is a line",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--document_separator",
-        type=_separator,
-        metavar="blank_line|file|TEXT",
+        "--document_separator", type=_separator, metavar="blank_line|file|TEXT",
         help=r"what ends a document of text files: a blank line, the end of the file alone, or any text such as "
         r"'<|endoftext|>' or '\n---\n' (\n: line break, \t: tab) (default: blank_line)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--skip_bad_lines",
-        action="store_true",
+        "--skip_bad_lines", action="store_true",
         help="count malformed lines and continue, instead of stopping at the first",
-    )
+    )  # fmt: skip

@@ -208,25 +208,18 @@ def command(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("Import tokenised corpora; run again after an interruption, it continues.")
     parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        type=Path,
-        metavar="PATH",
+        "--input", nargs="+", required=True, type=Path, metavar="PATH",
         help="files, folders of them, or the name that Megatron's .bin and .idx share",
-    )
+    )  # fmt: skip
     add_shard_flags(parser, "tokenizer.json that made the files")
     parser.add_argument(
-        "--format",
-        choices=("auto", *FORMATS),
-        default="auto",
+        "--format", choices=("auto", *FORMATS), default="auto",
         help="auto: by suffix; a .bin is Megatron's if an .idx lies beside it, else nanoGPT's",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--document_end",
-        metavar="ID|TOKEN",
+        "--document_end", metavar="ID|TOKEN",
         help="what ends a document in a stream (nanogpt, 1-D npy), such as '</s>'; digits are an id",
-    )
+    )  # fmt: skip
     arguments = parser.parse_args(argv)
     return run(command, arguments, f"{arguments.output} is unfinished; the same command continues where it stopped")
 

@@ -285,11 +285,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--verify", action="store_true", help="check checksums, sizes, offsets and ids; exit 1 on damage"
     )
     parser.add_argument(
-        "--write_offsets",
-        action="store_true",
+        "--write_offsets", action="store_true",
         help=f"write {TABLE_NAME}, so that a node opens one file for the lengths of all documents and not each shard "
         "(tokenize_corpus.py has written it where there are 64 shards or more)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--samples", type=int, default=3, metavar="N", help="documents to decode and print, spread over the folder"
     )

@@ -157,12 +157,9 @@ def command(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("Write a corpus of real English from the documentation in installed Python packages.")
     parser.add_argument(
-        "--output",
-        required=True,
-        type=Path,
-        metavar="FILE",
+        "--output", required=True, type=Path, metavar="FILE",
         help=".jsonl (objects with text), or .txt, where a blank line inside a document becomes a line break",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--max_words", type=positive_int, default=500_000, metavar="N", help="words after which to stop"
     )

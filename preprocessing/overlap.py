@@ -252,14 +252,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("Report and list the documents of a corpus that share n-grams of words with evaluation data.")
     parser.add_argument("shards", metavar="SHARDS", help="shard folder, .shard file, or a glob of these in quotes")
     parser.add_argument(
-        "--against",
-        nargs="+",
-        required=True,
-        type=Path,
-        metavar="PATH",
+        "--against", nargs="+", required=True, type=Path, metavar="PATH",
         help="evaluation data: .jsonl (every string in a line), .txt and .tsv (lines), folders of these, and shards, "
         "such as the held-out part",
-    )
+    )  # fmt: skip
     parser.add_argument("--ngram", type=positive_int, default=13, metavar="N", help="words in a row that must be equal")
     parser.add_argument(
         "--output", type=Path, metavar="FILE.jsonl", help="write the documents to leave out, one JSON object a line"

@@ -231,49 +231,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_input_flags(parser)
     add_shard_flags(parser, "tokenizer.json, see train_tokenizer.py")
     parser.add_argument(
-        "--keep_fields",
-        type=field_names,
-        default=(),
-        metavar="NAME,...",
+        "--keep_fields", type=field_names, default=(), metavar="NAME,...",
         help="fields or columns, such as id,url,meta.language, to write beside each shard as shard_00000.fields.jsonl, "
         "a line a document; inspect_shards.py shows them",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--targets",
-        choices=("all", ASSISTANT),
-        default="all",
+        "--targets", choices=("all", ASSISTANT), default="all",
         help="of conversations (--text_field names a list of messages with role and content): which tokens causal rows "
         "learn to predict; masked rows mask everywhere",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--workers",
-        type=positive_int,
-        default=1,
-        metavar="N",
+        "--workers", type=positive_int, default=1, metavar="N",
         help="processes that encode (some 90 MB each); the result is the same for any number",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--part",
-        type=int,
-        metavar="I",
+        "--part", type=int, metavar="I",
         help="do only this one, counted from 0, of --parts parts of the files; the process that completes the last one "
         "merges all of them into the folder that one process would have made (default: 0)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--parts",
-        type=positive_int,
-        metavar="N",
+        "--parts", type=positive_int, metavar="N",
         help="parts of whole files, about equal in bytes, for as many processes; the same for all of them (default: "
         "1; with --merge: as many as were begun)",
-    )
+    )  # fmt: skip
     parser.add_argument("--merge", action="store_true", help="only merge parts that are complete already")
     parser.add_argument(
-        "--journal_seconds",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
+        "--journal_seconds", type=float, default=10.0, metavar="SECONDS",
         help="time between saves of progress, so what an interruption may cost",
-    )
+    )  # fmt: skip
     arguments = parser.parse_args(argv)
     signals = (signal.SIGTERM, signal.SIGUSR1)  # SLURM's warning before a time limit, where a job asks for it
     unfinished = f"{arguments.output} is unfinished; the same command continues where it stopped"

@@ -215,26 +215,20 @@ def total_of(reports: Sequence[SourceReport]) -> SourceReport:
 def _add_form_flags(parser: Parser) -> None:
     """The flags of TokenizerForm."""
     parser.add_argument(
-        "--kind",
-        choices=("bpe", "wordpiece", "unigram"),
-        default="bpe",
+        "--kind", choices=("bpe", "wordpiece", "unigram"), default="bpe",
         help="way that pieces are learnt and a word is cut into them. All work on bytes, so that no text is unknown "
         "and none is lost, spaces before punctuation included (which BERT's WordPiece decoder drops: other programs "
         "must use the decoder in the file). Unigram may differ in pieces of equal worth when it is trained again",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--normalization",
-        choices=("none", "nfc", "nfkc"),
-        default="none",
+        "--normalization", choices=("none", "nfc", "nfkc"), default="none",
         help="Unicode form that text is brought into; nfkc loses what it holds to be a matter of form, such as ² for 2",
-    )
+    )  # fmt: skip
     parser.add_argument("--lowercase", action="store_true", help="bring text into lower case, which loses the case")
     parser.add_argument(
-        "--digits",
-        choices=("split", "keep"),
-        default="split",
+        "--digits", choices=("split", "keep"), default="split",
         help="whether each digit is a token, or a number may be one",
-    )
+    )  # fmt: skip
 
 
 def command(arguments: argparse.Namespace) -> int:
@@ -357,34 +351,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="tokenizer.json to write")
     _add_form_flags(parser)
     parser.add_argument(
-        "--vocab_size",
-        type=positive_int,
-        default=16384,
-        metavar="N",
+        "--vocab_size", type=positive_int, default=16384, metavar="N",
         help=f"entries, {len(SPECIAL_TOKENS)} special tokens and 256 bytes included; at least "
         f"{DEFAULT_FORM.smallest_vocabulary}, for WordPiece {TokenizerForm('wordpiece').smallest_vocabulary}",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--min_frequency",
-        type=positive_int,
-        metavar="N",
+        "--min_frequency", type=positive_int, metavar="N",
         help="times a pair must occur in the input to become an entry, for BPE and WordPiece (default: "
         f"{_MIN_FREQUENCY})",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--sample_bytes",
-        type=positive_int,
-        metavar="N",
+        "--sample_bytes", type=positive_int, metavar="N",
         help="train on at most N bytes of text: documents of all of --input, chosen by a hash of their text and so the "
         "same whatever the order of files (default: all; the input is read once more to choose)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--report_megabytes",
-        type=float,
-        default=100.0,
-        metavar="MB",
+        "--report_megabytes", type=float, default=100.0, metavar="MB",
         help="input, spread over all of it, to encode for the figures printed at the end",
-    )
+    )  # fmt: skip
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the figures of each --input as JSON")
     add_overwrite_flag(parser, "a different tokenizer at --output")
     return run(command, parser.parse_args(argv), "no tokenizer was written; run again to start from the beginning")

@@ -61,20 +61,17 @@ def main(arguments: list[str] | None = None) -> int:
         help="with --group: flags (or model.KEY) that groups differ in (default: all settings that differ)",
     )  # fmt: skip
     parser.add_argument(
-        "--baseline",
-        default="",
-        metavar="NAME",
+        "--baseline", default="", metavar="NAME",
         help="with --group: a run of what to compare with (default: the first)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--results", nargs="+", default=[], metavar="PATH",
         help="more results of evaluation/ (babylm.py --output FOLDER, finetune.py --output FILE) of these runs",
     )  # fmt: skip
     parser.add_argument(
-        "--watch",
-        action="store_true",
+        "--watch", action="store_true",
         help="write the page anew as metrics arrive, until all runs are finished or Ctrl-C",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--interval", type=float, default=10.0, metavar="SECONDS",
         help="with --watch: least time between two pages (default: 10)",

@@ -70,11 +70,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="where to write the picture (default: RUN/metrics.png for one run, metrics.png here for several)",
     )  # fmt: skip
     parser.add_argument(
-        "--x",
-        choices=("tokens", "step"),
-        default="tokens",
+        "--x", choices=("tokens", "step"), default="tokens",
         help="horizontal axis: tokens trained on, or step (default: tokens)",
-    )
+    )  # fmt: skip
     options = parser.parse_args(arguments)
 
     def write() -> None:
