@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--shots", type=int, default=0, metavar="N",
         help="before each item show N others of its UID with the right choice (one-shot: 1; default: 0, zero-shot)",
     )  # fmt: skip
-    parser.add_argument("--shots_seed", type=int, default=0, metavar="N", help="which others are shown (default: 0)")
+    parser.add_argument("--shots_seed", type=int, default=0, metavar="N", help="which others are shown")
     parser.add_argument(
         "--separator", default="\n", metavar="TEXT", help="what stands behind each that is shown (default: a new line)"
     )

@@ -26,6 +26,7 @@ from evaluation.generation import (
     Sampling,
     UsageError,
     add_model_flags,
+    check,
     for_each_line,
     load,
     run,
@@ -52,16 +53,13 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"text with {MASK} where tokens are missing; may be given several times (default: the lines of standard "
         "input)",
     )  # fmt: skip
-    parser.add_argument(
-        "--top_k", type=int, default=5, metavar="N", help="candidates to print for each gap (default: 5)"
-    )
+    parser.add_argument("--top_k", type=int, default=5, metavar="N", help="candidates to print for each gap")
     return run(fill_mask, parser.parse_args(arguments))
 
 
 def fill_mask(options: argparse.Namespace) -> None:
     """Print the candidates for every gap of every text, and the text with the most probable ones."""
-    if options.top_k < 1:
-        raise UsageError(f"--top_k is {options.top_k}: give 1 or more.")
+    check(options, "top_k", lambda n: n >= 1, "give 1 or more")
     for text in options.text:
         check_text(text)
     model = load(options.model, options.ema, options.device)

@@ -38,7 +38,7 @@ from evaluation.finetune_predictions import write_predictions
 from evaluation.finetune_progress import Progress
 from evaluation.finetune_task import CHOICES, EMBEDDINGS, TAGS, Task, find_tasks, sibling
 from evaluation.finetune_training import Finetuner, Settings
-from evaluation.generation import UsageError, add_model_flags, load, run
+from evaluation.generation import UsageError, add_model_flags, check, load, run
 from model import LTGBert
 from training.forward_backward import compile_layers
 
@@ -73,21 +73,21 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--learning_rates", type=float, nargs="+", default=[3e-5, 1e-4, 3e-4], metavar="X",
         help="candidates for the peak learning rate of AdamW (default: 3e-5 1e-4 3e-4)",
     )  # fmt: skip
-    add("--epochs", 10, "N", "the schedule is N epochs long; training stops after the best one (default: 10)")
-    add("--batch_size", 32, "N", "examples per step (default: 32)")
-    add("--max_length", 512, "N", "tokens of an example; longer ones are cut (default: 512)")
-    add("--num_seeds", 3, "N", "final trainings, for mean and deviation (default: 3)")
-    add("--selection_seeds", 1, "N", "trainings per learning rate for the choice of settings (default: 1)")
-    add("--seed", 0, "N", "first seed (default: 0)")
-    add("--held_out", 0.1, "X", "fraction of train on which settings are chosen (default: 0.1)")
+    add("--epochs", 10, "N", "the schedule is N epochs long; training stops after the best one")
+    add("--batch_size", 32, "N", "examples per step")
+    add("--max_length", 512, "N", "tokens of an example; longer ones are cut")
+    add("--num_seeds", 3, "N", "final trainings, for mean and deviation")
+    add("--selection_seeds", 1, "N", "trainings per learning rate for the choice of settings")
+    add("--seed", 0, "N", "first seed")
+    add("--held_out", 0.1, "X", "fraction of train on which settings are chosen")
     add("--patience", 0, "N", "while choosing, end after N epochs without a better score (default: 0, never)")
     parser.add_argument(
         "--class_weights", choices=("none", "balanced"), default="none",
         help="balanced: each class has the same weight in the loss, however rare (default: none, or as task.json says)",
     )  # fmt: skip
-    add("--weight_decay", 0.01, "X", "of AdamW (default: 0.01)")
-    add("--warmup_proportion", 0.06, "X", "fraction of the schedule with a rising learning rate (default: 0.06)")
-    add("--max_gradient", 1.0, "X", "norm to which gradients are clipped (default: 1.0)")
+    add("--weight_decay", 0.01, "X", "of AdamW")
+    add("--warmup_proportion", 0.06, "X", "fraction of the schedule with a rising learning rate")
+    add("--max_gradient", 1.0, "X", "norm to which gradients are clipped")
     parser.add_argument(
         "--mixed_precision", action=argparse.BooleanOptionalAction, default=True,
         help="bf16 autocast, on CUDA alone (default: on); with relative positions it also selects the fused kernels",
@@ -144,26 +144,17 @@ def finetune(options: argparse.Namespace) -> None:
 
 def make_settings(options: argparse.Namespace) -> Settings:
     """Settings from flags. Raises UsageError, naming the flag, for values out of range."""
-    for flag in ("epochs", "batch_size", "num_seeds", "selection_seeds"):
-        if getattr(options, flag) < 1:
-            raise UsageError(f"--{flag} is {getattr(options, flag)}: give 1 or more.")
-    if options.patience < 0:
-        raise UsageError(f"--patience is {options.patience}: give a number of epochs, or 0 to never end early.")
-    if not 0 <= options.seed < 2**31:
-        raise UsageError(f"--seed is {options.seed}: give a number from 0 to {2**31 - 1}.")
-    if options.max_length < 8:
-        raise UsageError(f"--max_length is {options.max_length}: give 8 tokens or more.")
+    check(options, "epochs batch_size num_seeds selection_seeds", lambda n: n >= 1, "give 1 or more")
+    check(options, "patience", lambda n: n >= 0, "give a number of epochs, or 0 to never end early")
+    check(options, "seed", lambda n: 0 <= n < 2**31, f"give a number from 0 to {2**31 - 1}")
+    check(options, "max_length", lambda n: n >= 8, "give 8 tokens or more")
+    check(options, "held_out", lambda x: 0 < x <= 0.5, "give a fraction above 0 and up to 0.5")
+    check(options, "warmup_proportion", lambda x: 0 <= x < 1, "give a fraction from 0 to below 1")
+    check(options, "weight_decay", lambda x: 0 <= x < math.inf, "give 0 or more")
+    check(options, "max_gradient", lambda x: x > 0, "give a number above 0 (inf: no clipping)")
     for rate in options.learning_rates:
         if not 0 < rate <= 1:
             raise UsageError(f"--learning_rates has {rate:g}: give numbers above 0 and up to 1, such as 3e-5.")
-    if not 0 < options.held_out <= 0.5:
-        raise UsageError(f"--held_out is {options.held_out:g}: give a fraction above 0 and up to 0.5.")
-    if not 0 <= options.warmup_proportion < 1:
-        raise UsageError(f"--warmup_proportion is {options.warmup_proportion:g}: give a fraction from 0 to below 1.")
-    if not 0 <= options.weight_decay < math.inf:
-        raise UsageError(f"--weight_decay is {options.weight_decay:g}: give 0 or more.")
-    if not options.max_gradient > 0:
-        raise UsageError(f"--max_gradient is {options.max_gradient:g}: give a number above 0 (inf: no clipping).")
     return Settings(
         tuple(dict.fromkeys(options.learning_rates)), options.epochs, options.batch_size, options.max_length,
         options.num_seeds, options.selection_seeds, options.seed, options.held_out, options.weight_decay,

@@ -27,8 +27,8 @@ from evaluation.generation import (
     LoadedModel,
     Sampling,
     TextStream,
-    UsageError,
     add_model_flags,
+    check,
     for_each_line,
     generate,
     load,
@@ -46,9 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         help='text to continue; may be given several times; "" lets the model begin a document '
         "(default: the lines of standard input)",
     )  # fmt: skip
-    parser.add_argument(
-        "--max_new_tokens", type=int, default=64, metavar="N", help="tokens after which to stop (default: 64)"
-    )
+    parser.add_argument("--max_new_tokens", type=int, default=64, metavar="N", help="tokens after which to stop")
     parser.add_argument(
         "--mode", choices=("causal", "prefix", "unmask"), default="causal",
         help="causal: token after token; prefix: the same behind a prompt that is read in both directions; unmask: all "
@@ -70,29 +68,22 @@ def main(arguments: list[str] | None = None) -> int:
         "--top_p", type=float, default=0.95, metavar="X",
         help="draw from the most probable tokens that together reach this probability; 1: from all (default: 0.95)",
     )  # fmt: skip
-    parser.add_argument(
-        "--num_samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)"
-    )
+    parser.add_argument("--num_samples", type=int, default=1, metavar="N", help="continuations of each prompt")
     parser.add_argument(
         "--batch_size", type=int, default=16, metavar="N",
         help="continuations that are computed together; the first of them is shown as it grows (default: 16)",
     )  # fmt: skip
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="sample i (from 0) is drawn with seed N + i (default: 0)"
-    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="sample i (from 0) is drawn with seed N + i")
     return run(answer_prompts, parser.parse_args(arguments))
 
 
 def answer_prompts(options: argparse.Namespace) -> None:
     """Print every prompt with its continuations, as they are written."""
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    for flag in ("max_new_tokens", "num_samples", "batch_size"):
-        if getattr(options, flag) < 1:
-            raise UsageError(f"--{flag} is {getattr(options, flag)}: give 1 or more.")
-    if not 0 <= options.steps <= options.max_new_tokens:
-        raise UsageError(f"--steps is {options.steps}: give 0 to {options.max_new_tokens} (--max_new_tokens).")
-    if not 0 <= options.seed < 2**62:
-        raise UsageError(f"--seed is {options.seed}: give 0 or more.")
+    check(options, "max_new_tokens num_samples batch_size", lambda n: n >= 1, "give 1 or more")
+    most = options.max_new_tokens
+    check(options, "steps", lambda n: 0 <= n <= most, f"give 0 to {most} (--max_new_tokens)")
+    check(options, "seed", lambda n: 0 <= n < 2**62, "give 0 or more")
     model = load(options.model, options.ema, options.device)
     seeds = range(options.seed, options.seed + options.num_samples)
 

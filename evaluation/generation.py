@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -313,6 +314,14 @@ def _typed_lines() -> Iterator[str]:
         except EOFError:
             print(file=sys.stderr)
             return
+
+
+def check(options: argparse.Namespace, flags: str, holds: Callable[[Any], bool], remedy: str) -> None:
+    """Refuse a value of one of `flags` (names with spaces between) for which `holds` is false. Raises UsageError."""
+    for flag in flags.split():
+        value = getattr(options, flag)
+        if not holds(value):
+            raise UsageError(f"--{flag} is {f'{value:g}' if isinstance(value, float) else value}: {remedy}.")
 
 
 def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:

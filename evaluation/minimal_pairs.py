@@ -27,7 +27,7 @@ import numpy as np
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
-from evaluation.generation import UsageError, run
+from evaluation.generation import UsageError, check, run
 from evaluation.minimal_pairs_plot import check_plot, draw
 from evaluation.pair_accuracy import (
     Accuracy,
@@ -79,8 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 def evaluate(options: argparse.Namespace) -> None:
     """Print the results of every set, and write what the flags ask for."""
     check_scoring_flags(options, ("output", "scores", "plot"))
-    if not 0 < options.temperature < math.inf:
-        raise UsageError(f"--temperature is {options.temperature:g}: give a number above 0.")
+    check(options, "temperature", lambda x: 0 < x < math.inf, "give a number above 0")
     if options.select_temperature and options.temperature != 1:
         raise UsageError("--temperature and --select_temperature both say which temperature to use: give one of them.")
     if options.plot:

@@ -38,7 +38,7 @@ from data.masking import MaskingOptions
 from data.shards import MANIFEST_NAME, SHARD_SUFFIX, ShardError, tokenizer_hash, write_shard
 from data.wording import count
 from evaluation.elbo import measure_bound
-from evaluation.generation import LoadedModel, UsageError, run
+from evaluation.generation import LoadedModel, UsageError, check, run
 from evaluation.pair_accuracy import OBJECTIVES, chosen_modes, read_text
 from evaluation.scoring import (
     ScoringModel,
@@ -72,11 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--elbo", type=int, default=0, metavar="N",
         help="masked: measure the bound of masked diffusion, too, with N masks of each row, 2 or more (default: 0: no)",
     )  # fmt: skip
-    parser.add_argument("--seq_length", type=int, default=512, metavar="N", help="tokens per row (default: 512)")
-    parser.add_argument("--mask_p", type=float, default=0.15, metavar="X", help="masked fraction (default: 0.15)")
-    parser.add_argument(
-        "--text_field", default="text", metavar="NAME", help='of objects in .jsonl files (default: "text")'
-    )
+    parser.add_argument("--seq_length", type=int, default=512, metavar="N", help="tokens per row")
+    parser.add_argument("--mask_p", type=float, default=0.15, metavar="X", help="masked fraction")
+    parser.add_argument("--text_field", default="text", metavar="NAME", help="of objects in .jsonl files")
     parser.add_argument("--output", metavar="FILE.json", help="write the results here")
     return run(evaluate, parser.parse_args(arguments))
 
@@ -84,12 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
 def evaluate(options: argparse.Namespace) -> None:
     """Print the results of every text, and write what the flags ask for."""
     check_scoring_flags(options)
-    if options.seq_length < 8:
-        raise UsageError(f"--seq_length is {options.seq_length}: give 8 or more.")
-    if not 0 < options.mask_p <= 1:
-        raise UsageError(f"--mask_p is {options.mask_p:g}: give a fraction above 0 and up to 1.")
-    if options.elbo == 1 or options.elbo < 0:
-        raise UsageError(f"--elbo is {options.elbo}: give 2 or more, of which the error is estimated, or 0.")
+    check(options, "seq_length", lambda n: n >= 8, "give 8 or more")
+    check(options, "mask_p", lambda x: 0 < x <= 1, "give a fraction above 0 and up to 1")
+    check(options, "elbo", lambda n: n == 0 or n >= 2, "give 2 or more, of which the error is estimated, or 0")
     texts = {path: None if is_shards(Path(path)) else read_documents(path, options.text_field) for path in options.data}
     model = load_for_scoring(options)
     results: dict[str, Any] = {"document_end": model.document_end, "seq_length": options.seq_length, "texts": {}}

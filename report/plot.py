@@ -144,12 +144,15 @@ def build_figure(runs: list[Metrics], x_axis: str) -> Figure:
     panels["accuracy"].yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     rates = list(runs[0].series.get("stats/mfu", {}).values()) if len(runs) == 1 else []
     mfu = f" (MFU {100 * float(np.median(rates)):.0f} %)" if rates else ""
-    draw_measure(panels["speed"], runs, x_axis, "stats/tokens_per_second", f"tokens per second{mfu}")
-    draw_measure(panels["gradient"], runs, x_axis, "stats/grad_norm", "gradient norm, before clipping")
-    draw_schedule(panels["rate"], runs, x_axis, "stats/learning_rate", "learning rate")
-    draw_schedule(panels["length"], runs, x_axis, "stats/seq_length", "row length (tokens)", stepped=True)
-    draw_schedule(panels["rows"], runs, x_axis, "stats/global_batch_size", "rows per step", stepped=True)
-    draw_schedule(panels["mask"], runs, x_axis, "stats/mask_p", "mask probability")
+    for name, key, title, kind in (
+        ("speed", "stats/tokens_per_second", f"tokens per second{mfu}", "noisy"),
+        ("gradient", "stats/grad_norm", "gradient norm, before clipping", "noisy"),
+        ("rate", "stats/learning_rate", "learning rate", "line"),
+        ("length", "stats/seq_length", "row length (tokens)", "stepped"),
+        ("rows", "stats/global_batch_size", "rows per step", "stepped"),
+        ("mask", "stats/mask_p", "mask probability", "line"),
+    ):
+        draw_series(panels[name], runs, x_axis, key, title, kind)
     for name, axes in panels.items():
         axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
         axes.xaxis.set_major_locator(MaxNLocator(7 if name in ("loss", "accuracy") else 4))
@@ -259,40 +262,30 @@ def draw_training(
     return True
 
 
-def draw_measure(axes: Axes, runs: list[Metrics], x_axis: str, key: str, title: str) -> None:
-    """Draw a noisy measurement, raw and smoothed; on a logarithmic axis where it spans more than a factor of 30."""
+def draw_series(axes: Axes, runs: list[Metrics], x_axis: str, key: str, title: str, kind: str) -> None:
+    """Draw a series of every run, from zero up. kind: "noisy", raw and smoothed, on a logarithmic axis where it spans
+    more than a factor of 30; or a schedule exactly as it was applied, "line" or, where it jumps, "stepped"."""
     axes.set_title(title, loc="left")
     drawn: list[np.ndarray] = []
     for run, dashes, colour in with_styles(runs):
-        draw_training(axes, run, x_axis, key, colour, dashes, len(runs), drawn)
+        x, y = run.points(key, x_axis)
+        if kind == "noisy":
+            draw_training(axes, run, x_axis, key, colour, dashes, len(runs), drawn)
+        elif len(x):
+            style, mark = "steps-pre" if kind == "stepped" else "default", "o" if len(x) == 1 else ""
+            axes.plot(x, y, color=colour, linestyle=dashes, lw=1.6, drawstyle=style, marker=mark, ms=4)
+            drawn.append(y)
     if not drawn:
         return note_absence(axes)
     values = np.concatenate(drawn)
-    if values.min() > 0 and values.max() > 30 * values.min():
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(0, 1.12 * values.max() or 1.0)
-        axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
-
-
-def draw_schedule(axes: Axes, runs: list[Metrics], x_axis: str, key: str, title: str, stepped: bool = False) -> None:
-    """Draw a schedule exactly as it was applied, from zero up; `stepped` where it jumps from one value to the next."""
-    axes.set_title(title, loc="left")
-    values: set[float] = set()
-    for run, dashes, colour in with_styles(runs):
-        x, y = run.points(key, x_axis)
-        if len(x):
-            mark = "o" if len(x) == 1 else ""
-            style = "steps-pre" if stepped else "default"
-            axes.plot(x, y, color=colour, linestyle=dashes, lw=1.6, drawstyle=style, marker=mark, ms=4)
-            values.update(y)
-    if not values:
-        return note_absence(axes)
-    axes.set_ylim(0, 1.12 * max(values) or 1.0)
-    if not stepped:
+    if kind == "noisy" and values.min() > 0 and values.max() > 30 * values.min():
+        return axes.set_yscale("log")
+    axes.set_ylim(0, 1.12 * values.max() or 1.0)
+    levels = np.unique(values)
+    if kind == "line":
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=True)
-    elif len(values) <= 5:
-        axes.set_yticks(sorted(values), [f"{value:g}" for value in sorted(values)])
+    elif kind == "stepped" and len(levels) <= 5:
+        axes.set_yticks(levels, [f"{value:g}" for value in levels])
     else:
         axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
 
