@@ -44,6 +44,7 @@ _WORDS = re.compile(r"chck_(\d+(?:\.\d+)?)([kMB])$")
 _UNITS = {"k": 1e3, "M": 1e6, "B": 1e9}
 _DEFINITION = "of this suite, after Chang and Bergen (2022); not BabyLM's, whose code for it is known to be broken"
 _FEWEST = 5  # checkpoints, for a curve of four parameters
+_FEWEST_WORDS = 4
 _STEEPEST = 200.0  # of sigmoids, over the range of what was measured
 
 
@@ -85,10 +86,12 @@ def measure(options: argparse.Namespace) -> None:
     x = np.log10([seen[path] for path in models])
     found = {mode: compared(x, np.array(of), chance, [ages[word] for word in words]) for mode, of in curves.items()}
     for mode, of in found.items():
+        shown = "too few words"
+        if "spearman" in of:
+            shown = f"Spearman's rho {of['spearman']:.3f} [{of['low']:.3f}, {of['high']:.3f}], r {of['pearson']:.3f}"
         print(
-            f"{mode}: Spearman's rho {of['spearman']:.3f} [{of['low']:.3f}, {of['high']:.3f}], Pearson's r "
-            f"{of['pearson']:.3f} over {of['words']} words; left out, not acquired within the checkpoints "
-            f"{of['outside_checkpoints']}, by children within the months {of['outside_months']}"
+            f"{mode}: {shown}, over {of['words']} words; left out: {of['outside_checkpoints']} not acquired within the "
+            f"checkpoints, {of['outside_months']} not by children within the months"
         )
     months = {word: None if math.isnan(ages[word]) else ages[word] for word in words}
     for of in found.values():
@@ -156,20 +159,20 @@ def half_age(shares: dict[float, float]) -> float:
 
 
 def compared(x: np.ndarray, curves: np.ndarray, chance: np.ndarray, months: list[float]) -> dict[str, Any]:
-    """Correlation of the model's ages with children's, as JSON.
+    """Correlation of the model's ages with children's, as JSON; none of fewer than four words.
 
     x: log10 of words seen [n], rising. curves: surprisals [n, W]; chance, months: [W].
     """
     own = np.array([acquired(x, curve, (of + curve.min()) / 2) for curve, of in zip(curves.T, chance, strict=True)])
     theirs = np.array(months)
     both = np.isfinite(own) & np.isfinite(theirs)
-    rho, r = (f(own[both], theirs[both]) if both.any() else 0.0 for f in (spearman, pearson))
-    low, high = spearman_interval(rho, int(both.sum()))
-    return {
-        "spearman": rho, "low": low, "high": high, "pearson": r, "words": int(both.sum()),
-        "outside_checkpoints": int(np.isnan(own).sum()), "outside_months": int(np.isnan(theirs).sum()),
-        "log10_words": [None if np.isnan(age) else float(age) for age in own],
-    }  # fmt: skip
+    found: dict[str, Any] = {"words": int(both.sum())}
+    if both.sum() >= _FEWEST_WORDS:
+        rho, r = spearman(own[both], theirs[both]), pearson(own[both], theirs[both])
+        low, high = spearman_interval(rho, found["words"])
+        found = {"spearman": rho, "low": low, "high": high, "pearson": r, **found}
+    outside = {"outside_checkpoints": int(np.isnan(own).sum()), "outside_months": int(np.isnan(theirs).sum())}
+    return {**found, **outside, "log10_words": [None if np.isnan(age) else float(age) for age in own]}
 
 
 def acquired(x: np.ndarray, curve: np.ndarray, cut: float) -> float:

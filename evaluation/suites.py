@@ -47,10 +47,10 @@ from training.inputs import Inputs
 from training.state import TrainState
 
 _FLAG = "--evaluate_data"
-_PAIRS, _LAMBADA, _SYNTAX = "pairs", "lambada", "syntaxgym"
+_PAIRS, LAMBADA, SYNTAX = "pairs", "lambada", "syntaxgym"
 _FIELDS = {  # that only this kind of file has
     "sentence_good": _PAIRS, "sentence_bad": _PAIRS, "Target1": "ewok", "input_prefix": "entity_tracking",
-    "prefix_acceptable": "comps", "ratio": "wug_adj", "text": _LAMBADA,
+    "prefix_acceptable": "comps", "ratio": "wug_adj", "text": LAMBADA,
 }  # fmt: skip
 
 
@@ -74,19 +74,25 @@ class Suite:
 # Reading
 
 
-def read_suites(path: Path, tokenizer: Tokenizer, special: SpecialIds) -> tuple[list[Suite], list[str]]:
-    """The suites at a path, and a line for each file there that is none. Raises ConfigError."""
+def find_suites(path: Path, flag: str = _FLAG) -> tuple[dict[str, list[Path]], list[str]]:
+    """The files of suites at a path by kind, and a line for each file there that is none. Raises ConfigError."""
     files: dict[str, list[Path]] = {}
     notes = []
-    for file in _files(path):
+    for file in _files(path, flag):
         if reason := zero_shot.left_out(file.relative_to(path)):
             notes.append(f"{file.relative_to(path)} is left out: {reason}")
-        elif kind := _kind(file):
+        elif kind := _kind(file, flag):
             files.setdefault(kind, []).append(file)
         elif path.is_dir():
             notes.append(f"{file.relative_to(path)} is no suite and is left out")
         else:
-            raise ConfigError(f"{_FLAG}: {path} is neither a suite of SyntaxGym (JSON) nor of reading times (CSV)")
+            raise ConfigError(f"{flag}: {path} is neither a suite of SyntaxGym (JSON) nor of reading times (CSV)")
+    return files, notes
+
+
+def read_suites(path: Path, tokenizer: Tokenizer, special: SpecialIds) -> tuple[list[Suite], list[str]]:
+    """The suites at a path, and a line for each file there that is none. Raises ConfigError."""
+    files, notes = find_suites(path)
     suites: list[Suite] = []
     if pairs := files.pop(_PAIRS, []):
         others = {file.parent for of in files.values() for file in of if file.suffix == ".jsonl"}
@@ -94,9 +100,9 @@ def read_suites(path: Path, tokenizer: Tokenizer, special: SpecialIds) -> tuple[
         if mixed:
             raise ConfigError(f"{_FLAG}: folder {min(mixed)} holds minimal pairs and others; put them into two folders")
         suites += [pair_suite(each, tokenizer, special) for each in _pair_sets(path, pairs)]
-    for file in files.pop(_LAMBADA, []):
+    for file in files.pop(LAMBADA, []):
         suites.append(_lambada(file, tokenizer, special))
-    if found := files.pop(_SYNTAX, []):
+    if found := files.pop(SYNTAX, []):
         suites.append(_syntax_gym(found, tokenizer, special))
     for file in files.pop(zero_shot.READING, []):
         suites.append(_reading(file, tokenizer, special))
@@ -109,17 +115,17 @@ def read_suites(path: Path, tokenizer: Tokenizer, special: SpecialIds) -> tuple[
     return suites, notes
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path, flag: str) -> list[Path]:
     if not path.is_dir():
         return [path]
     inside = sorted(file for file in path.rglob("*") if file.suffix in (".jsonl", ".json", ".csv") and file.is_file())
     found = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not found:
-        raise ConfigError(f"{_FLAG}: folder {path} holds no .jsonl, .json or .csv file; give files with sentence pairs")
+        raise ConfigError(f"{flag}: folder {path} holds no .jsonl, .json or .csv file; give files with sentence pairs")
     return found
 
 
-def _kind(file: Path) -> str:
+def _kind(file: Path, flag: str) -> str:
     """Which suite a file is of, "" of none. Raises ConfigError for JSON lines of no suite."""
     if file.suffix == ".csv":
         with file.open(encoding="utf-8-sig", errors="replace") as lines:
@@ -129,8 +135,8 @@ def _kind(file: Path) -> str:
             content = json.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError):
             return ""
-        return _SYNTAX if isinstance(content, dict) and {"items", "predictions"} <= content.keys() else ""
-    where, first = read_lines(file, _FLAG, "pair")[0]
+        return SYNTAX if isinstance(content, dict) and {"items", "predictions"} <= content.keys() else ""
+    where, first = read_lines(file, flag, "pair")[0]
     kinds = [kind for field, kind in _FIELDS.items() if field in first]
     if not kinds:
         fields = ", ".join(first) or "none"
@@ -219,19 +225,19 @@ def _syntax_gym(files: list[Path], tokenizer: Tokenizer, special: SpecialIds) ->
 
     def metrics(surprisals: np.ndarray) -> dict[str, float]:
         parts = zip(suites, regions.by_item(surprisals), strict=True)
-        found = {f"{_SYNTAX}/{of.name}": syntax_gym.results(of, items)["mean"]["accuracy"] for of, items in parts}
-        return {_SYNTAX: float(np.mean(list(found.values()))), **found}
+        found = {f"{SYNTAX}/{of.name}": syntax_gym.results(of, items)["mean"]["accuracy"] for of, items in parts}
+        return {SYNTAX: float(np.mean(list(found.values()))), **found}
 
     def values(_: str, scores: np.ndarray) -> np.ndarray:
         return regions.surprisals(scores)
 
     items = sum(len({each.item for each in suite.sentences}) for suite in suites)
-    return Suite(_SYNTAX, items, dict.fromkeys(MODES, regions.texts), values, metrics)
+    return Suite(SYNTAX, items, dict.fromkeys(MODES, regions.texts), values, metrics)
 
 
 def _lambada(file: Path, tokenizer: Tokenizer, special: SpecialIds) -> Suite:
     texts = lambada.encode_last_words(lambada.read_texts(file, _FLAG), tokenizer, special)
-    name = file.stem if file.stem.startswith(_LAMBADA) else f"{_LAMBADA}_{file.stem}"
+    name = file.stem if file.stem.startswith(LAMBADA) else f"{LAMBADA}_{file.stem}"
 
     def values(_: str, scores: np.ndarray) -> np.ndarray:
         return np.array([lambada.results(texts, scores)["accuracy"]["accuracy"]])
@@ -296,7 +302,7 @@ class ZeroShot:
     @property
     def content(self) -> str:
         """What identifies all of it, for comparing ranks."""
-        files = _files(Path(self._config.evaluate_data))
+        files = _files(Path(self._config.evaluate_data), _FLAG)
         return "".join(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n" for file in files)
 
     def measure(self, state: TrainState, tokens: int, wanted: Callable[[], bool]) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def pair_names(runs: list[Run]) -> tuple[list[str], list[str]]:
 
 def chance(name: str) -> float | None:
     """The accuracy of a guess in a suite of this name; None where there is none, or results are no accuracies."""
-    if name.startswith(("wug", "reading", "lambada")):
+    if name.startswith(("wug", "reading", "lambada", "age_of")):
         return None
     return 0.2 if name.startswith("entity_tracking") else 0.5
 

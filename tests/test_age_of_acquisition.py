@@ -84,7 +84,7 @@ def test_the_command_compares_checkpoints_with_children(files, tmp_path, monkeyp
     real = aoa.compared
     monkeypatch.setattr(aoa, "compared", lambda *of: given.append(of) or real(*of))
     assert aoa.main([*files, "--output", str(tmp_path / "out.json")]) == 0
-    assert "masked: Spearman's rho" in capsys.readouterr().out
+    assert "masked: too few words, over" in capsys.readouterr().out
     exact = copy.deepcopy(MODEL).double()
     places = [("The", "list"), ("The function returns the", "list"), ("A", "function"), ("", "words")]
     for mode, (x, curves, chance, months) in zip(("masked", "causal"), given, strict=True):
@@ -102,27 +102,28 @@ def test_the_command_compares_checkpoints_with_children(files, tmp_path, monkeyp
         "words",
     }
     assert "not BabyLM's" in written["definition"]
+    modes["causal"] |= {"spearman": 0.5, "low": -0.25, "high": 0.75}  # as of more words
+    (tmp_path / "out.json").write_text(json.dumps(written))
     found = read_results(tmp_path / "out.json")
     assert found is not None
-    assert [(each.name, each.mode) for each in found.results] == [
-        ("age_of_acquisition", "masked"),
-        ("age_of_acquisition", "causal"),
-    ]
+    assert [(each.name, each.mode, each.value) for each in found.results] == [("age_of_acquisition", "causal", 0.5)]
 
 
 def test_correlations_are_of_the_words_that_both_acquire():
-    centers = np.array([6.4, 6.9, 7.4, 8.6])
+    centers = np.array([6.4, 6.9, 7.4, 8.6, 7.0, 7.2])
     curves = np.stack([sigmoid(X, center, 6.0, 10.0, 2.0) for center in centers], axis=1)
     chance = 2 * sigmoid(centers, centers, 6.0, 10.0, 2.0) - curves.min(axis=0)  # so that the cut is at the centre
-    found = aoa.compared(X, curves, chance, [18.0, math.nan, 27.0, 20.0])
+    found = aoa.compared(X, curves, chance, [18.0, math.nan, 27.0, 20.0, 22.0, 21.0])
     assert found["log10_words"] == [
         pytest.approx(6.4, abs=1e-3),
         pytest.approx(6.9, abs=1e-3),
         pytest.approx(7.4, abs=1e-3),
         None,
     ]
-    assert (found["words"], found["outside_checkpoints"], found["outside_months"]) == (2, 1, 1)
-    assert found["pearson"] == pytest.approx(pearson(centers[[0, 2]], np.array([18.0, 27.0])))
+    assert (found["words"], found["outside_checkpoints"], found["outside_months"]) == (4, 1, 1)
+    assert found["pearson"] == pytest.approx(pearson(centers[[0, 2, 4, 5]], np.array([18.0, 27.0, 22.0, 21.0])), 1e-3)
+    assert found["spearman"] == pytest.approx(0.8)  # one exchange of neighbours among four
+    assert "spearman" not in aoa.compared(X, curves[:, :3], chance[:3], [18.0, 20.0, 22.0])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from helpers.tiny_evaluation import (
     write_pipeline,
 )  # fmt: skip
 
-from evaluation import babylm, lambada, syntax_gym, zero_shot
+from evaluation import all_suites, babylm, zero_shot
 from evaluation.suites import measure_suites, read_suites
 from evaluation.token_log_probs import BatchShape, Scorer, sentence_sums, token_scores
 from evaluation.zero_shot import find_datasets
@@ -82,8 +82,9 @@ def test_examples_before_an_item_are_read_and_not_scored(tmp_path, run_folder, c
     assert "--shots is 4, and ewok has 3 other items of space; give fewer" in capsys.readouterr().err
 
 
-def test_suites_during_training_give_what_the_commands_give(run_folder, tmp_path):
-    """All of a folder at once: pairs, items with choices, reading times, SyntaxGym and LAMBADA."""
+def test_suites_during_training_give_what_the_commands_give(run_folder, tmp_path, capsys):
+    """All of a folder at once: pairs, items with choices, reading times, SyntaxGym and LAMBADA; and by one command,
+    which measures nothing twice."""
     data = write_pipeline(tmp_path / "full_eval")
     folder = shutil.copytree(data, tmp_path / "every")
     write_lines(folder / "lambada_test.jsonl", [{"text": "The function returns the list"}, {"text": "The words of a"}])
@@ -97,10 +98,12 @@ def test_suites_during_training_give_what_the_commands_give(run_folder, tmp_path
     suites, notes = read_suites(folder, TOKENIZER, SPECIAL)
     assert [note.split(" ")[0] for note in notes] == ["cdi_childes/cdi.jsonl", "glue_filtered/boolq.jsonl"]
     found = measure_suites(Scorer(logits_of(MODEL), SPECIAL, WORLD, BatchShape(4, 64)), suites, "all")
-    flags = ["--device", "cpu", "--mode", "all", "--output"]
-    main_model = str(run_folder / "checkpoints/step_00000002")
-    assert babylm.main([main_model, "--data", str(data), *flags, str(tmp_path / "out")]) == 0
-    (results,) = (tmp_path / "out").rglob("results.json")
+    (run_folder / "metrics.jsonl").write_text('{"step": 2, "train/masked_loss": 3.0}\n')
+    (tmp_path / "held_out.txt").write_text("The function returns the length of the list.\n" * 9)
+    command = [str(run_folder), "--data", str(folder), "--held_out", str(tmp_path / "held_out.txt"), "--device", "cpu"]
+    assert all_suites.main(command) == 0
+    measured = run_folder / "evaluation"
+    results = measured / "mine/step_00000002/zero_shot/results.json"
     datasets = json.loads(results.read_text())["datasets"]
     for mode in MODES:
         names = []
@@ -117,20 +120,25 @@ def test_suites_during_training_give_what_the_commands_give(run_folder, tmp_path
         assert len(names) == 7
         space = datasets["ewok_filtered"]["modes"][mode]["paradigms"]["space"]["accuracy"]
         assert found[f"eval/{mode}/ewok_filtered/space"] == space
-    files = {"lambada": folder / "lambada_test.jsonl", "syntax": folder / "syntax/npi.json"}
-    for command, name in ((lambada, "lambada"), (syntax_gym, "syntax")):
-        output = tmp_path / f"{name}.json"
-        assert command.main([main_model, "--data", str(files[name]), "--device", "cpu", "--output", str(output)]) == 0
-        files[name] = output
-    of = json.loads(files["syntax"].read_text())["suites"]["npi"]
+    of = json.loads((measured / "syntaxgym_step_00000002.json").read_text())["suites"]["npi"]
     for mode in MODES:
         assert found[f"eval/{mode}/syntaxgym"] == found[f"eval/{mode}/syntaxgym/npi"] == of[mode]["mean"]["accuracy"]
-    of = json.loads(files["lambada"].read_text())
+    of = json.loads((measured / "lambada_test_step_00000002.json").read_text())
     assert found["eval/causal/lambada_test"] == of["causal"]["accuracy"]["accuracy"]
     assert "eval/fused/lambada_test" not in found
+    page = (run_folder / "report.html").read_text()
+    assert all(name in page for name in ("ewok_filtered", "syntaxgym", "lambada, word perplexity", "held_out.txt"))
+    capsys.readouterr()
+    assert all_suites.main(command) == 0
+    assert capsys.readouterr().out.count("$ python ") == 1  # the report
     write_lines(folder / "blimp_filtered/mixed.jsonl", [{"text": "The list"}])
     with pytest.raises(ConfigError, match="blimp_filtered holds minimal pairs and others"):
         read_suites(folder, TOKENIZER, SPECIAL)
     lines = write_lines(tmp_path / "x.jsonl", [{"words": "The list"}])
     with pytest.raises(ConfigError, match=r"x.jsonl, line 1: \"sentence_good\" is missing, and the fields \(words\)"):
         read_suites(lines, TOKENIZER, SPECIAL)
+    (folder / "blimp_filtered/mixed.jsonl").unlink()
+    (measured / "lambada_test_step_00000002.json").unlink()
+    (folder / "lambada_test.jsonl").write_text('{"text": ""}\n')
+    assert all_suites.main(command) == 2
+    assert "evaluation/lambada.py ended with exit code 2; its message is above" in capsys.readouterr().err
