@@ -410,8 +410,8 @@ def pair_section(charts: list[Chart], runs: list[Run]) -> str:
     else:
         marks = "".join(f'<span><i class="dash{n % 3}"></i>{html.escape(m)}</span>' for n, m in enumerate(modes))
     meaning = (
-        "fraction of items whose right choice is the most probable (WUG, age of acquisition: rho; reading: gain in R2); "
-        "dotted: chance"
+        "fraction of items whose right choice is the most probable (WUG, age of acquisition: rho; reading: gain in R2);"
+        " dotted: chance"
     )
     parts = [f"<p class='key'>{marks}<span class='muted'>{meaning}</span></p>"]
     if whole := [figure(chart, runs) for chart in charts if not chart["small"]]:
