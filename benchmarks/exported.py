@@ -49,7 +49,6 @@ def main(arguments: list[str] | None = None) -> int:
     register()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, exported = write_models(Path(folder), options.config)
-        writing = write_samples(checkpoint, exported, options) if options.samples else {}
         reading: list[dict[str, Any]] = []
         for length in options.seq_length:
             found: dict[str, Any] = {"seq_length": length}
@@ -57,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
             for name, call in readers(checkpoint, exported, length, options):
                 found[name] = beside(measured(call, options), found.get("ours"))
                 print(f"T={length:<5} {name:<24} {found[name]}", flush=True)
-                write_results(options, reading=reading, writing=writing)
+                write_results(options, reading=reading)
+        writing = write_samples(checkpoint, exported, options) if options.samples else {}
     write_results(options, reading=reading, writing=writing)
     return 0
 
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--config", default=str(_ROOT / "configs" / "base.json"), help="sizes of the model")
-    parser.add_argument("--seq_length", type=int, nargs="+", default=[128, 512, 2048], help="tokens a row")
+    parser.add_argument("--seq_length", type=int, nargs="*", default=[128, 512, 2048], help="tokens a row")
     parser.add_argument("--rows", type=int, default=256, help="rows that are read at once")
     parser.add_argument("--padded", action="store_true", help="every fourth row is half padding")
     parser.add_argument(
