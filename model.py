@@ -244,11 +244,8 @@ class LTGBert(PretrainingModel):
         )
 
     def predict(self, hidden: Tensor, states: DropoutStates | None = None) -> Tensor:
-        """Logits [..., V] of the *next* token from hidden [..., D].
-
-        states: what the head's dropout is keyed by in training mode, its `tokens` of shape [...]; fresh random ones
-        where they are left out.
-        """
+        """Logits [..., V] of the *next* token from hidden [..., D]. states: what the head's dropout is keyed by in
+        training mode, its `tokens` of shape [...]; fresh random ones where they are left out."""
         if states is None:
             tokens = hidden[..., 0].numel()
             states = self._dropout_states(tokens, 1, hidden.device, None)

@@ -93,10 +93,8 @@ class Sublayer(nn.Module):
 
 
 class Attention(Sublayer):
-    """Multi-head attention of layer `index`, between the residual stream and the dropout of its output.
-
-    With fewer heads of keys and values than of queries (K < H), each serves H / K queries (Ainslie et al., 2023).
-    """
+    """Multi-head attention of layer `index`, between the residual stream and the dropout of its output. With fewer
+    heads of keys and values than of queries (K < H), each serves H / K queries (Ainslie et al., 2023)."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         first_site = _FIRST_LAYER_SITE + index * _SITES_PER_LAYER
@@ -171,10 +169,8 @@ class Attention(Sublayer):
 
 
 class FeedForward(Sublayer):
-    """Feed-forward network of layer `index`, between the residual stream and the dropout of its output.
-
-    With `gated_mlp` one of the GLU kind (Shazeer, 2020): GEGLU, SwiGLU, ... Its keys are the published list's indices.
-    """
+    """Feed-forward network of layer `index`, between the residual stream and the dropout of its output. With
+    `gated_mlp` one of the GLU kind (Shazeer, 2020): GEGLU, SwiGLU, ... Its keys are the published list's indices."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__(config, _FIRST_LAYER_SITE + index * _SITES_PER_LAYER + _FEED_FORWARD)

@@ -27,9 +27,7 @@ from ops.rope import VarlenSizes
 
 class PretrainingModel(nn.Module, ABC):
     """A model for masked and causal language modelling. Position i predicts the token at i + 1 under every objective.
-
-    config: sizes, as saved with every checkpoint.
-    """
+    config: sizes, as saved with every checkpoint."""
 
     config: ModelConfig
     takes_ends: ClassVar[bool] = False  # whether `causal` of `encode` may be an end for each token
@@ -64,9 +62,7 @@ class PretrainingModel(nn.Module, ABC):
     @abstractmethod
     def flops_per_token(cls, config: ModelConfig, row_length: int, target_fraction: float) -> float:
         """Floating-point operations of one token's forward and backward pass in matrix products, for stats/mfu.
-
-        target_fraction: of positions that have a target, and so need the head.
-        """
+        target_fraction: of positions that have a target, and so need the head."""
 
     def forward(
         self,

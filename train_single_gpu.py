@@ -104,10 +104,8 @@ def run_steps(
     saver: Saver | None,
     conditions: StopConditions,
 ) -> Stop | None:
-    """All remaining steps; returns what stopped the run before its end, or None. log, saver: write on rank 0.
-
-    owed: evaluations of the step that it resumes from.
-    """
+    """All remaining steps; returns what stopped the run before its end, or None. log, saver: write on rank 0. owed:
+    evaluations of the step that it resumes from."""
     config, plan, world = inputs.config, inputs.plan, state.world
     if not evaluations.measure(owed, state, log):  # which a stop has ended in the run's last start
         return save_and_stop(state, saver, conditions)

@@ -126,10 +126,8 @@ def both(run: Callable[[], Tensor], x: Inputs) -> tuple[Tensor, tuple[Tensor, ..
 
 
 def capturable(make: Callable[[Inputs], Callable[[], Tensor]], vocabulary: int, hidden: int) -> bool:
-    """Whether a CUDA graph can hold both passes of a method.
-
-    To be called in a process of its own: a capture that fails leaves random numbers and the allocator in disorder.
-    """
+    """Whether a CUDA graph can hold both passes of a method. To be called in a process of its own: a capture that fails
+    leaves random numbers and the allocator in disorder."""
     x = Inputs(256, vocabulary, hidden, torch.device("cuda", 0))
     run = make(x)
     both(run, x)

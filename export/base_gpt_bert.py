@@ -55,10 +55,8 @@ class GPTBertPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As in pretraining: truncated normal matrices, smaller ones in deeper feed-forwards, biases 0.
-
-        transformers calls this for the modules that hold parameters themselves.
-        """
+        """As in pretraining: truncated normal matrices, smaller ones in deeper feed-forwards, biases 0. transformers
+        calls this for the modules that hold parameters themselves."""
         std = math.sqrt(2 / (5 * self.config.hidden_size)) * getattr(module, "init_scale", 1.0)
         matrix = None
         if isinstance(module, nn.ParameterList):

@@ -18,10 +18,8 @@ _GRAMS = 480.0  # of CO2-equivalent a kWh, world average of 2023: Ember, Global 
 
 @dataclass(frozen=True)
 class Footprint:
-    """hours: of steps, on the clock. device_hours: the sum over devices. hardware: such as "8 x NVIDIA H200".
-
-    watts: a device's, 0 where unknown. grams: emitted a kWh. The flags of to_huggingface.py say these two.
-    """
+    """hours: of steps, on the clock. device_hours: the sum over devices. hardware: such as "8 x NVIDIA H200". watts: a
+    device's, 0 where unknown. grams: emitted a kWh. The flags of to_huggingface.py say these two."""
 
     hours: float
     device_hours: float
@@ -71,10 +69,8 @@ class Footprint:
 def footprint(
     metrics: Iterable[Mapping[str, Any]], launches: Iterable[Mapping[str, Any]], watts: float = 0.0, grams: float = 0.0
 ) -> Footprint | None:
-    """Of the steps that metrics tell of, on the devices of the launches; None where they do not tell.
-
-    watts: of a device (0: by its name). grams: a kWh (0: the world's mean).
-    """
+    """Of the steps that metrics tell of, on the devices of the launches; None where they do not tell. watts: of a
+    device (0: by its name). grams: a kWh (0: the world's mean)."""
     starts = sorted((each.get("start_step", 0), each["world_size"], str(each["device"])) for each in launches)
     hours = device_hours = before = 0.0
     for line in metrics:

@@ -34,9 +34,7 @@ def is_exported(path: Path) -> bool:
 
 def read_exported(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor], str]:
     """Configuration, weights under our names and training's tokenizer.json of a folder that to_huggingface.py wrote.
-
-    Also of one that transformers saved again, provided it still holds a language model. Raises CheckpointError.
-    """
+    Also of one that transformers saved again, provided it still holds a language model. Raises CheckpointError."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -68,10 +66,8 @@ def model_config(values: dict[str, Any]) -> ModelConfig:
 
 
 def adapt_tokenizer(text: str, special: SpecialTokens) -> tuple[str, dict[str, Any]]:
-    """A tokenizer.json as transformers shall use it, and the note by which `restore_tokenizer` undoes that.
-
-    A text becomes `<s> text`, a pair `<s> first </s> second </s>`. No `</s>` ends a single text: it may go on.
-    """
+    """A tokenizer.json as transformers shall use it, and the note by which `restore_tokenizer` undoes that. A text
+    becomes `<s> text`, a pair `<s> first </s> second </s>`. No `</s>` ends a single text: it may go on."""
     content = json.loads(text)
     bos = special.tokens["bos"]
     eos = special.tokens.get("eos", bos)

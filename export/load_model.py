@@ -18,10 +18,8 @@ from training.checkpoint import CheckpointError, locate, training_flags
 def load_model(
     path: str | Path, ema: bool | str = False, device: str | torch.device = "cpu"
 ) -> tuple[PretrainingModel, Tokenizer, ModelConfig]:
-    """Model (in evaluation mode), tokenizer and ModelConfig of a run folder, a checkpoint or an exported folder.
-
-    `ema` takes the averaged weights, or a further average by its name. Raises CheckpointError.
-    """
+    """Model (in evaluation mode), tokenizer and ModelConfig of a run folder, a checkpoint or an exported folder. `ema`
+    takes the averaged weights, or a further average by its name. Raises CheckpointError."""
     if is_exported(Path(path)):
         if ema:
             raise CheckpointError(

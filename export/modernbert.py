@@ -144,9 +144,7 @@ def _names(config: ModelConfig) -> dict[str, str]:
 
 def our_parameters(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Parameters under our names, in float32, from those of ModernBertForMaskedLM; what is unknown keeps its name.
-
-    Raises ModelConfigError.
-    """
+    Raises ModelConfigError."""
     tied, words = tensors.get("decoder.weight"), tensors.get("model.embeddings.tok_embeddings.weight")
     if config.tie_word_embeddings and tied is not None and words is not None and not torch.equal(tied, words):
         raise ModelConfigError("tie_word_embeddings is true, but decoder.weight differs from the word table")

@@ -66,9 +66,7 @@ def check_hub(repository: str) -> None:
 
 def push(folder: Path, repository: str, say: Callable[[str], object] = lambda _: None) -> str:
     """Upload an exported folder with all its branches; returns the repository's address. say: told each revision.
-
-    Raises PushError and GitError; then every revision that the Hub has is whole.
-    """
+    Raises PushError and GitError; then every revision that the Hub has is whole."""
     from huggingface_hub import HfApi
 
     commits = _commits(folder)
@@ -108,10 +106,8 @@ def push(folder: Path, repository: str, say: Callable[[str], object] = lambda _:
 
 
 def _commits(folder: Path) -> list[tuple[str, list[str]]]:
-    """The commits of a folder with all checkpoints, each with its branches but main; [] of another folder.
-
-    Raises PushError where files were changed since: none of the branches has these.
-    """
+    """The commits of a folder with all checkpoints, each with its branches but main; [] of another folder. Raises
+    PushError where files were changed since: none of the branches has these."""
     if not (folder / ".git").exists():
         return []
     if changed := git(folder, "status", "--porcelain").splitlines():

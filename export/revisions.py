@@ -35,10 +35,8 @@ class Revision(NamedTuple):
 
 
 def find_revisions(run: Path) -> list[Revision]:
-    """All checkpoints of a run folder in the order of their steps, named or else `step_00001000`.
-
-    Raises CheckpointError for a folder without any, and for one that is damaged.
-    """
+    """All checkpoints of a run folder in the order of their steps, named or else `step_00001000`. Raises
+    CheckpointError for a folder without any, and for one that is damaged."""
     parents = checkpoint_folders(run)
     found = {open_checkpoint(path).step: Revision(path, []) for path in list_checkpoints(*parents)}
     for path in sorted(path for parent in parents for path in parent.glob("chck_*") if path.is_dir()):
@@ -65,9 +63,7 @@ def git(folder: Path, *arguments: str, settings: Mapping[str, str] = _OWN) -> st
 
 def write_revisions(folder: Path, revisions: list[Revision], write: Callable[[Path, Path], None]) -> None:
     """Make the empty `folder` a repository with a branch for each name, and `main` at the last, which is checked out.
-
-    write: exports a checkpoint into a folder, over what it wrote there before. Raises GitError.
-    """
+    write: exports a checkpoint into a folder, over what it wrote there before. Raises GitError."""
     git(folder, "init", "-q", "--template=", "-b", "main")
     for checkpoint, names in revisions:
         write(checkpoint, folder)

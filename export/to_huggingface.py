@@ -157,10 +157,8 @@ def export(model_path: str | Path, output: Path, chosen: Choices = DEFAULTS) -> 
 
 
 def export_all(run: str | Path, output: Path, chosen: Choices = DEFAULTS) -> list[Revision]:
-    """Write `output`, a git repository with a branch for each checkpoint of a run, whole or not at all.
-
-    Raises ExportError, GitError, CheckpointError or ModelConfigError.
-    """
+    """Write `output`, a git repository with a branch for each checkpoint of a run, whole or not at all. Raises
+    ExportError, GitError, CheckpointError or ModelConfigError."""
     check_output(output)
     revisions, place = find_revisions(Path(run)), chosen.name or output.name
     with writing(output) as (temporary, finish):
@@ -205,9 +203,7 @@ def _form(config: ModelConfig, path: Path, native: bool) -> NativeForm | None:
 @contextmanager
 def writing(output: Path) -> Iterator[tuple[Path, Callable[[Path], None]]]:
     """A folder to write into, and what makes it, or a folder in it, `output`, which is written whole or not at all.
-
-    Call `check_output` first. Raises ExportError where the disk refuses.
-    """
+    Call `check_output` first. Raises ExportError where the disk refuses."""
     temporary = output.with_name(f".{output.name}.partial")
 
     def finish(folder: Path) -> None:

@@ -92,9 +92,7 @@ def document_numbers(document_ids: Tensor) -> Tensor:
 
 def attention_allowed(document_ids: Tensor, causal: Tensor, window: int | None = None) -> Tensor:
     """Bool [B, T, T]: query i and key j are of one document, key j is not hidden by `causal`, and |i - j| <= window.
-
-    Padding tokens (negative ids) count as documents here, too; callers zero what comes out for them.
-    """
+    Padding tokens (negative ids) count as documents here, too; callers zero what comes out for them."""
     whole = (0, document_ids.size(1))
     return allowed_between(document_numbers(document_ids), causal, whole, whole, window)
 
@@ -120,9 +118,7 @@ def relative_metadata(
     document_ids: Tensor, causal: Tensor, bucket_size: int, max_position: int, dtype: torch.dtype = torch.float32
 ) -> RelativeAttentionMetadata:
     """Metadata for the reference from document_ids int64 [B, T] (negative: padding) and causal as `allowed_between`.
-
-    `dtype` is that of the queries and keys to come. Never waits for the device.
-    """
+    `dtype` is that of the queries and keys to come. Never waits for the device."""
     length, device = document_ids.size(1), document_ids.device
     slots = relative_slots(length, bucket_size, max_position, device)
     allowed = attention_allowed(document_ids, causal).unsqueeze(1)
@@ -218,10 +214,8 @@ def padded_length(length: int) -> int:
 def position_tables(
     padded: int, bucket_size: int, max_position: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """FusedAttentionMetadata's slots, fragments and groups for rows of up to `padded` tokens, a multiple of 64.
-
-    Made once and kept for good: a captured CUDA graph knows no more of them than their addresses.
-    """
+    """FusedAttentionMetadata's slots, fragments and groups for rows of up to `padded` tokens, a multiple of 64. Made
+    once and kept for good: a captured CUDA graph knows no more of them than their addresses."""
     distance = torch.arange(-padded, padded + 1)
     slots = bucket(distance, bucket_size, max_position) + bucket_size - 1  # [2 P + 1], never falling
     # Step k has the distances 16 k + 1 .. 16 k + 16; slots[1:] begins with distance 1 - P, so with step -P / 16.

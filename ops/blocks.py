@@ -16,10 +16,8 @@ Span = tuple[int, int]  # a first token, and the one after the last
 
 
 def in_blocks(attend: Callable[[Span, Span], Tensor], length: int, window: int | None = None) -> Tensor:
-    """Context [B, T, H, d] of rows of `length` tokens, from attend(queries, keys) -> [B, queries, H, d].
-
-    window: how far apart a query and a key may be at most; keys further away are left out.
-    """
+    """Context [B, T, H, d] of rows of `length` tokens, from attend(queries, keys) -> [B, queries, H, d]. window: how
+    far apart a query and a key may be at most; keys further away are left out."""
     parts = []
     for first in range(0, length, BLOCK):
         last = min(first + BLOCK, length)

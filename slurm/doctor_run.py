@@ -221,10 +221,8 @@ def assess_space(probe: Mapping[str, Any], run: Mapping[str, Any], inputs: Input
 
 
 def measure_shards(corpus: Corpus, checksums: str, rank: int, world_size: int) -> dict[str, Any]:
-    """Shards against their manifests: sizes and counts on every rank, SHA-256 divided among the ranks.
-
-    `checksums`: full: of all shards; quick: of the first and the last; off.
-    """
+    """Shards against their manifests: sizes and counts on every rank, SHA-256 divided among the ranks. `checksums`:
+    full: of all shards; quick: of the first and the last; off."""
     manifests = {folder: read_manifest(folder) for folder in {s.path.parent for s in corpus.shards} if _listed(folder)}
     problems, unlisted, count = [], 0, len(corpus.shards)
     chosen = {"full": [*range(count)], "quick": sorted({0, count - 1}), "off": []}[checksums]

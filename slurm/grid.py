@@ -25,9 +25,7 @@ class FinetuneFailed(RuntimeError):
 
 class FinetuneJob:
     """The callable that submitit pickles and calls in a job: evaluation/finetune.py in the folder of the submission.
-
-    Before the time limit, and where it is preempted, submitit asks for a `checkpoint` and requeues the job.
-    """
+    Before the time limit, and where it is preempted, submitit asks for a `checkpoint` and requeues the job."""
 
     def __init__(self, arguments: Sequence[str], progress: str, folder: str):
         """progress: the folder of its --progress, which is among the arguments. folder: where paths begin."""

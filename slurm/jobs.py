@@ -27,10 +27,8 @@ _MOST_LOGS = 10
 
 @dataclass(frozen=True)
 class Task:
-    """One run of a job. values: the swept flags. arguments: every flag of training that is no default.
-
-    job_id: SLURM's, once submitted; of an array's task such as "12_3".
-    """
+    """One run of a job. values: the swept flags. arguments: every flag of training that is no default. job_id: SLURM's,
+    once submitted; of an array's task such as "12_3"."""
 
     index: int
     name: str
@@ -118,10 +116,8 @@ def _read_result(path: Path) -> tuple[bool, str]:
 
 @dataclass(frozen=True)
 class Job:
-    """A submitted job, or job array, and its folder; `Job.load` finds it again at any later time.
-
-    read_run: reads a task's run folder.
-    """
+    """A submitted job, or job array, and its folder; `Job.load` finds it again at any later time. read_run: reads a
+    task's run folder."""
 
     folder: Path
     job_id: str
@@ -187,10 +183,8 @@ class Job:
 
 
 def find_job(job: str, folders: Path, read_run: Callable[[Task], RunOutcome]) -> Job:
-    """The job of a job folder or a job id, among those in `folders` where SLURM has forgotten it.
-
-    Raises LaunchError.
-    """
+    """The job of a job folder or a job id, among those in `folders` where SLURM has forgotten it. Raises
+    LaunchError."""
     if (Path(job) / RECORD).is_file():
         return Job.load(Path(job), read_run)
     number = job.split("_")[0]

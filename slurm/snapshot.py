@@ -42,9 +42,7 @@ def _walk(root: Path) -> list[Path]:
 
 def code_files(root: Path, without: Iterable[Path] = ()) -> list[Path]:
     """Files of the checkout that a job may need, relative to `root`: in git or not ignored by it, small, and code.
-
-    without: folders whose content is no code, such as those of runs. Ones that hold `root` itself change nothing.
-    """
+    without: folders whose content is no code, such as those of runs. Ones that hold `root` itself change nothing."""
     listed = git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
     candidates = _walk(root) if listed is None else [Path(name) for name in listed.split("\0") if name]
     resolved = root.resolve()
@@ -64,9 +62,7 @@ def code_files(root: Path, without: Iterable[Path] = ()) -> list[Path]:
 
 def take_snapshot(root: Path, folder: Path, without: Iterable[Path] = ()) -> Snapshot:
     """Copy the code under `root` to the new folder `folder`; what differs from git's commit goes to `folder`.diff.
-
-    Raises SnapshotError or OSError.
-    """
+    Raises SnapshotError or OSError."""
     files = code_files(root, without)
     if len(files) > _MOST_FILES:
         raise SnapshotError(

@@ -45,9 +45,7 @@ def make_axis(flag: str, values: Sequence[str]) -> Axis:
 
 def parse_axis(text: str, holds_list: Callable[[str], bool]) -> Axis:
     """The axis that `FLAG=VALUE,VALUE` asks for; values of a flag that `holds_list` are lists, joined by colons.
-
-    `length_milestones=0.7:0.9,0.5,:` has three values: two milestones, one, and none. Raises SweepError.
-    """
+    `length_milestones=0.7:0.9,0.5,:` has three values: two milestones, one, and none. Raises SweepError."""
     flag, equals, values = text.partition("=")
     flag = flag.strip().lstrip("-").replace("-", "_")
     if not equals or not flag:

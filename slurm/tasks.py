@@ -58,10 +58,8 @@ def _override(flag: str, value: str) -> str:
 
 
 def plan_tasks(arguments: Sequence[str], axes: Sequence[Axis], folder: Path) -> list[Task]:
-    """The runs of a job, each checked as training itself checks its flags; paths are relative to `folder`.
-
-    Raises ConfigError or SweepError; exits with one sentence for an unknown flag or a value of a wrong type.
-    """
+    """The runs of a job, each checked as training itself checks its flags; paths are relative to `folder`. Raises
+    ConfigError or SweepError; exits with one sentence for an unknown flag or a value of a wrong type."""
     for axis in axes:
         if axis.flag in ("name", "output_dir"):
             raise SweepError(f"--sweep {axis.flag}: names of runs are made from --name and the swept values")

@@ -355,9 +355,7 @@ def is_first(alone: bool) -> bool:
 
 
 def parse_on_rank(arguments: Sequence[str], description: str, alone: bool) -> TrainingConfig:
-    """`parse_config` on one of several ranks. What is wrong is wrong on every rank, and rank 0 alone says so.
-
-    alone: this process is all of its run, whichever of a launcher's it is.
-    """
+    """`parse_config` on one of several ranks. What is wrong is wrong on every rank, and rank 0 alone says so. alone:
+    this process is all of its run, whichever of a launcher's it is."""
     with redirect_stderr(sys.stderr if is_first(alone) else io.StringIO()):
         return parse_config(arguments, description)

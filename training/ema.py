@@ -17,9 +17,7 @@ def weights_file(average: bool | str) -> str:
 
 class Ema:
     """Average of a model's parameters over its past: average = decay * average + (1 - decay) * parameter each step.
-
-    Starts as a copy of the parameters. Buffers are not averaged: the models here have none.
-    """
+    Starts as a copy of the parameters. Buffers are not averaged: the models here have none."""
 
     def __init__(
         self,
@@ -28,10 +26,8 @@ class Ema:
         owned: Collection[nn.Parameter] | None = None,
         share: Callable[[], None] = lambda: None,
     ) -> None:
-        """decay in [0, 1] per step, which may be set anew before each; raises ValueError outside.
-
-        owned: the parameters that this rank averages (None: all); share gives all ranks the weights of their owners.
-        """
+        """decay in [0, 1] per step, which may be set anew before each; raises ValueError outside. owned: the parameters
+        that this rank averages (None: all); share gives all ranks the weights of their owners."""
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA decay {decay} is outside [0, 1].")
         self.decay = decay
@@ -59,10 +55,8 @@ class Ema:
 
     @contextlib.contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[None]:
-        """Give `model` the averaged weights inside the `with` block, and its own back, bit for bit, afterwards.
-
-        For all ranks together.
-        """
+        """Give `model` the averaged weights inside the `with` block, and its own back, bit for bit, afterwards. For all
+        ranks together."""
         with torch.no_grad():
             parameters = list(self._parameters(model).values())
             own = [parameter.clone() for parameter in parameters]

@@ -64,10 +64,8 @@ def _integer(variables: Mapping[str, str], name: str, default: int | None = None
 
 
 def expand_node_list(text: str) -> list[str]:
-    """Host names of a SLURM node list such as `gpu[01-03,7],login1` (without calling scontrol).
-
-    Raises EnvironmentProblem for a list that does not follow SLURM's syntax.
-    """
+    """Host names of a SLURM node list such as `gpu[01-03,7],login1` (without calling scontrol). Raises
+    EnvironmentProblem for a list that does not follow SLURM's syntax."""
     hosts = []
     for part in filter(None, re.split(r",(?![^\[]*\])", text)):  # at commas outside brackets
         if not re.fullmatch(r"(?:[^\[\]\s]+|\[[^\[\]\s]+\])+", part):
@@ -215,10 +213,8 @@ def read_environment(variables: Mapping[str, str], alone: bool = False) -> Envir
 
 
 def local_device_index(local_rank: int, visible_devices: int) -> int:
-    """Which of the visible GPUs this process uses: its own where all are visible, the only one where one is.
-
-    Raises EnvironmentProblem where the node has fewer GPUs than processes.
-    """
+    """Which of the visible GPUs this process uses: its own where all are visible, the only one where one is. Raises
+    EnvironmentProblem where the node has fewer GPUs than processes."""
     if visible_devices == 1:
         return 0  # --gpus-per-task=1 shows each task its own device under the number 0
     if local_rank >= visible_devices:

@@ -57,9 +57,7 @@ def signal_code(name: str) -> int:
 
 def kind_of_code(code: int) -> Kind:
     """The kind of failure that the exit code of a rank, or of srun, stands for where no rank has recorded an error.
-
-    Above 128 a signal killed it: the kernel for want of memory, a driver, a broken file system.
-    """
+    Above 128 a signal killed it: the kernel for want of memory, a driver, a broken file system."""
     return HARDWARE if code > 128 else next((kind for kind in KINDS.values() if kind.code == code), BUG)
 
 

@@ -296,10 +296,8 @@ def _with_later_flags(config: TrainingConfig) -> TrainingConfig:
 
 
 def read_inputs(config: TrainingConfig, trusted: bool = False) -> Inputs:
-    """Open and check all files. Raises ValueError (ConfigError, CorpusError, ShardError), each one sentence.
-
-    trusted: another rank checks the shards that manifests list.
-    """
+    """Open and check all files. Raises ValueError (ConfigError, CorpusError, ShardError), each one sentence. trusted:
+    another rank checks the shards that manifests list."""
     config = _with_later_flags(config)
     try:
         optimizer_kind(config.optimizer)

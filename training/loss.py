@@ -76,9 +76,7 @@ def target_positions(labels: torch.Tensor, slots: int) -> torch.Tensor:
 
 def sums_by_objective(scores, objective: torch.Tensor, objectives: Sequence[Objective] = OBJECTIVES) -> torch.Tensor:
     """Sums of `target_scores` and the count of targets, float64: a line for each objective, columns as above.
-
-    objective: the number of each target's; anything else is left out.
-    """
+    objective: the number of each target's; anything else is left out."""
     loss, squared_log_z, correct = (score.detach().double() for score in scores)
     columns = torch.stack([loss, squared_log_z, correct, torch.ones_like(loss)], dim=1)
     lines = [(columns * (objective == line).double()[:, None]).sum(0) for line in range(len(objectives))]

@@ -34,10 +34,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_until(path: Path, step: int) -> int:
-    """Drop what a metrics.jsonl (or samples.jsonl) holds beyond `step`, so that a resumed run repeats no step.
-
-    Damaged lines go too; returns how many there were.
-    """
+    """Drop what a metrics.jsonl (or samples.jsonl) holds beyond `step`, so that a resumed run repeats no step. Damaged
+    lines go too; returns how many there were."""
     kept, damaged = [], 0
     for line, record in json_lines(path):
         if not _has_step(record):
@@ -66,9 +64,7 @@ def trim_metrics(folder: RunView, step: int) -> None:
 
 class MetricLogger:
     """Gives metrics, samples and pictures to a run's files and console, and to sinks beside the run, which may fail.
-
-    Without files and console, as on ranks other than 0, nothing happens.
-    """
+    Without files and console, as on ranks other than 0, nothing happens."""
 
     def __init__(
         self,

@@ -119,10 +119,8 @@ class Plugins:
         return opened
 
     def evaluate(self, state: TrainState, inputs: Inputs, say: Callable[[str], object]) -> dict[str, Any]:
-        """What plugins measure of the averaged weights, as a line of metrics; {} where there is nothing.
-
-        Called by all ranks, which agree on what has failed on any of them.
-        """
+        """What plugins measure of the averaged weights, as a line of metrics; {} where there is nothing. Called by all
+        ranks, which agree on what has failed on any of them."""
         world, found = state.world, {}
         tokenizer = Tokenizer.from_str(inputs.tokenizer_text)
         of_rank = (inputs.held_out, world.device, world.rank, world.size)

@@ -105,9 +105,7 @@ class StopSignals:
 
 def early_signals() -> StopSignals:
     """Handlers for the time before training begins: importing torch takes seconds in which SLURM may send a signal.
-
-    Only inside a SLURM job. Elsewhere SIGTERM and Ctrl-C end a program that has not begun, as everyone expects.
-    """
+    Only inside a SLURM job. Elsewhere SIGTERM and Ctrl-C end a program that has not begun, as everyone expects."""
     signals = StopSignals(*_REQUEUE_SIGNALS)
     return signals.__enter__() if "SLURM_JOB_ID" in os.environ else signals
 
@@ -232,10 +230,8 @@ def _query(*command: str) -> str:
 
 
 def parse_time(text: str) -> int | None:
-    """Seconds of a time as SLURM takes and prints it; None for UNLIMITED, INVALID and the like.
-
-    Its forms: minutes, M:S, H:M:S, D-H, D-H:M and D-H:M:S. So 4:00 is four minutes, and 4:00:00 four hours.
-    """
+    """Seconds of a time as SLURM takes and prints it; None for UNLIMITED, INVALID and the like. Its forms: minutes,
+    M:S, H:M:S, D-H, D-H:M and D-H:M:S. So 4:00 is four minutes, and 4:00:00 four hours."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
     if not match:
         return None
@@ -253,10 +249,8 @@ def parse_time(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What SLURM says about a job now.
-
-    seconds_left: until its time limit; None where it has none, or where it is over. restarts: requeues so far.
-    """
+    """What SLURM says about a job now. seconds_left: until its time limit; None where it has none, or where it is over.
+    restarts: requeues so far."""
 
     state: str
     seconds_left: int | None
@@ -264,10 +258,8 @@ class JobStatus:
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody has ended the job. `scontrol requeue` would bring even such a job back.
-
-        While its processes end, a job is COMPLETING whatever the reason; only one that ran out of time has none left.
-        """
+        """Whether somebody has ended the job. `scontrol requeue` would bring even such a job back. While its processes
+        end, a job is COMPLETING whatever the reason; only one that ran out of time has none left."""
         return self.state == "CANCELLED" or (self.state == "COMPLETING" and (self.seconds_left or 0) > 0)
 
 
@@ -318,10 +310,8 @@ class QueueEntry:
 
 
 def read_queue(job_id: str) -> dict[str, QueueEntry]:
-    """What SLURM knows about a job or each task of an array, by id: "12", or "12_0", "12_1", ...
-
-    A job that ended long ago is in neither of SLURM's answers. Raises SlurmUnreachable where nobody can tell.
-    """
+    """What SLURM knows about a job or each task of an array, by id: "12", or "12_0", "12_1", ... A job that ended long
+    ago is in neither of SLURM's answers. Raises SlurmUnreachable where nobody can tell."""
     found: dict[str, QueueEntry] = {}
     # squeue first: of waiting and running jobs it says most, and sites that hide others' jobs show everyone their own
     listed = _query("squeue", "--noheader", "--array", "--jobs", job_id, "--format=%i|%T|%r")

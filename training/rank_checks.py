@@ -52,9 +52,7 @@ _PATHS = {name for name, spec in FIELDS.items() if spec.metadata["path"]} | {"HY
 
 def check_same_run(inputs: Inputs, world: World, evaluate_data: str, plugins: str = "") -> None:
     """Raises ConfigError on all ranks, with the first difference, unless all ranks are about to train the same run.
-
-    evaluate_data, plugins: the content of --evaluate_data and of the files of --plugin, "" without.
-    """
+    evaluate_data, plugins: the content of --evaluate_data and of the files of --plugin, "" without."""
     if world.size == 1:
         return
     flags = {f"--{name}": value for name, value in inputs.config.to_dict().items() if name not in _PATHS}
@@ -168,10 +166,8 @@ def begin_agreement(
 
 
 class Agreements:
-    """The agreement before each step, of several ranks begun before the step before it, so that it costs no time.
-
-    A stop, or a save, is then one step late, on all ranks.
-    """
+    """The agreement before each step, of several ranks begun before the step before it, so that it costs no time. A
+    stop, or a save, is then one step late, on all ranks."""
 
     def __init__(
         self,
@@ -223,11 +219,8 @@ class DivergenceError(HardwareError):
 
 @dataclass(frozen=True)
 class RankCheck:
-    """A comparison of checksums that is under way on the device.
-
-    names: of all tensors, by part. own: int64 [tensors], this rank's checksums. digests: int64 [ranks, parts] on the
-    host, in memory that the device fills.
-    """
+    """A comparison of checksums that is under way on the device. names: of all tensors, by part. own: int64 [tensors],
+    this rank's checksums. digests: int64 [ranks, parts] on the host, in memory that the device fills."""
 
     step: int
     names: dict[str, list[str]]

@@ -45,9 +45,7 @@ class Start:
 
 def open_run(inputs: Inputs, world: World, stack: ExitStack) -> Start:
     """Open and lock the run folder and find the checkpoint to resume from; rank 0 does, and all ranks learn of it.
-
-    stack: closes the folder. Raises on all ranks where rank 0 refuses to start.
-    """
+    stack: closes the folder. Raises on all ranks where rank 0 refuses to start."""
     config, environment = inputs.config, world.environment
     opened: list[RunFolder] = []
     attempts: list[Attempt] = []
@@ -136,10 +134,8 @@ def find_resume_point(
 
 
 def _granted(config: TrainingConfig, earlier: dict[str, Any] | None, job_id: str | None) -> tuple[bool, bool]:
-    """Whether the run began, and whether job `job_id` last resumed, where --resume PATH says.
-
-    The same command, given again after a kill, then resumes what became of it. job_id: "" for a first start.
-    """
+    """Whether the run began, and whether job `job_id` last resumed, where --resume PATH says. The same command, given
+    again after a kill, then resumes what became of it. job_id: "" for a first start."""
     path, launches = origin(config), (earlier or {}).get("launches") or [{}]
     began, last = (launches[n].get("resumed_from") == path is not None for n in (0, -1))
     return began, last and launches[-1].get("job_id") == job_id

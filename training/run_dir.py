@@ -35,10 +35,8 @@ STALE_SECONDS = 60.0  # without a heartbeat, after which an owner counts as gone
 
 
 def git_commit() -> str | None:
-    """Commit of this checkout, with a + where files differ from it; None outside git.
-
-    In the copy of the code that slurm/launch.py makes for a job, what that has noted.
-    """
+    """Commit of this checkout, with a + where files differ from it; None outside git. In the copy of the code that
+    slurm/launch.py makes for a job, what that has noted."""
     noted = _ROOT / COMMIT_FILE
     if noted.is_file():
         return noted.read_text(encoding="utf-8").strip() or None
@@ -213,10 +211,8 @@ class FolderOwner:
         self._heartbeat: HeartbeatFile | None = None
 
     def claim(self) -> str:
-        """Own the folder; "" where that worked, else who does. A stale owner is replaced, with a note.
-
-        Raises OSError where the folder cannot be written.
-        """
+        """Own the folder; "" where that worked, else who does. A stale owner is replaced, with a note. Raises OSError
+        where the folder cannot be written."""
         aside = self._path.with_name(f".owner_{os.getpid()}_{socket.gethostname()}")
         while True:
             try:
@@ -288,9 +284,7 @@ def origin(config: TrainingConfig) -> str | None:
 
 def annealed(config: TrainingConfig, exposure: Exposure) -> TrainingConfig:
     """With --anneal_from, `config` as the run of that checkpoint is planned, for its step and --anneal_steps more.
-
-    Raises ConfigError.
-    """
+    Raises ConfigError."""
     if not config.anneal_from:
         return config
     names = ("max_steps", "planned_steps", "anneal_steps")

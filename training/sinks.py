@@ -56,10 +56,8 @@ class Sink(Protocol):
 
 
 class JsonLines(Sink):
-    """metrics.jsonl and samples.jsonl in the run folder.
-
-    problem: a sentence once metrics could not be written; the training loop then saves and stops.
-    """
+    """metrics.jsonl and samples.jsonl in the run folder. problem: a sentence once metrics could not be written; the
+    training loop then saves and stops."""
 
     def __init__(self, folder: RunView):
         self.problem: str | None = None
@@ -157,10 +155,8 @@ class Console(Sink):
 
 
 class BackgroundSink:
-    """A sink on a thread of its own, where it is also opened: nobody waits for it until `join`.
-
-    The first call that fails, or a queue that has become too long, is reported by `say` and drops the sink.
-    """
+    """A sink on a thread of its own, where it is also opened: nobody waits for it until `join`. The first call that
+    fails, or a queue that has become too long, is reported by `say` and drops the sink."""
 
     def __init__(self, name: str, open_sink: Callable[[], Sink], say: Callable[[str], object], remedy: str = ""):
         """remedy: what to do where it does not finish in time."""
@@ -393,10 +389,8 @@ _FALLING, _RISING = "min,last", "max,last"  # the best and the last value go int
 
 
 def _define_metrics(run: Any) -> None:
-    """Say on which axis wandb draws each metric and which of its values it keeps in the table of runs.
-
-    Results are drawn on tokens, which compare runs of different batch sizes; what describes a step on steps.
-    """
+    """Say on which axis wandb draws each metric and which of its values it keeps in the table of runs. Results are
+    drawn on tokens, which compare runs of different batch sizes; what describes a step on steps."""
     run.define_metric("step", summary="max")
     run.define_metric("*", step_metric="step")
     run.define_metric("stats/tokens", step_metric="step", summary="max")

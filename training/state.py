@@ -224,10 +224,8 @@ def _load(
     starts: Mapping[str, int],
     world: World,
 ) -> None:
-    """Restore this rank's part of optimizer (None: it begins anew) and averages, of which nothing else is read.
-
-    An average that the run before a branch did not keep begins with the weights.
-    """
+    """Restore this rank's part of optimizer (None: it begins anew) and averages, of which nothing else is read. An
+    average that the run before a branch did not keep begins with the weights."""
     owned = averages[True].state_dict().keys()
     if optimizer is not None:
 
@@ -285,9 +283,7 @@ def state_tensors(state: TrainState) -> Tensors:
 
 def broadcast_parameters(model: nn.Module, world: World) -> None:
     """Give rank 0's weights to all ranks: the seed's random numbers may differ in the last bit from host to host.
-
-    Raises ConfigError on all ranks where a rank has another model.
-    """
+    Raises ConfigError on all ranks where a rank has another model."""
     if world.size == 1:
         return
     check_same_model(model, world)
@@ -313,10 +309,8 @@ def _initial_model(
 
 
 def _empty_model(model_config: ModelConfig, device: torch.device) -> PretrainingModel | None:
-    """The model with memory for weights, none of which are drawn: that takes a minute for a billion of them.
-
-    None where a state_dict does not fill it: modules that share a parameter, or keep other tensors.
-    """
+    """The model with memory for weights, none of which are drawn: that takes a minute for a billion of them. None where
+    a state_dict does not fill it: modules that share a parameter, or keep other tensors."""
     try:
         with torch.device("meta"):
             model = build_model(model_config)

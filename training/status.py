@@ -50,10 +50,8 @@ class Status:
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's error. secondary: it only lost touch with a rank that failed before it. time: seconds (Unix).
-
-    kind: a name of errors.KINDS. host_at_fault: where a restart should not go, "" if that is not known.
-    """
+    """One rank's error. secondary: it only lost touch with a rank that failed before it. time: seconds (Unix). kind: a
+    name of errors.KINDS. host_at_fault: where a restart should not go, "" if that is not known."""
 
     rank: int
     host: str
@@ -144,11 +142,8 @@ def _attempts(folder: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run, as registered in attempts.jsonl.
-
-    without_progress: how many starts of this job right before this one left no newer checkpoint behind, those left out
-    that a signal ended.
-    """
+    """One start of a run, as registered in attempts.jsonl. without_progress: how many starts of this job right before
+    this one left no newer checkpoint behind, those left out that a signal ended."""
 
     folder: Path
     job_id: str | None

@@ -120,10 +120,8 @@ def _set_schedules(state: TrainState, config: TrainingConfig) -> dict[str, float
 
 
 def _find_spike(state: TrainState, batch: StepBatch, targets: Sequence[float]) -> tuple[bool, str, torch.Tensor]:
-    """Whether this step is a spike, a sentence about it, and the norm of the gradients; waits for the device.
-
-    Raises on all ranks: DivergenceError where they differ, NonFiniteError where too many steps in a row are not finite.
-    """
+    """Whether this step is a spike, a sentence about it, and the norm of the gradients; waits for the device. Raises on
+    all ranks: DivergenceError where they differ, NonFiniteError where too many steps in a row are not finite."""
     assert state.spikes is not None
     world = state.world
     norm = state.optimizer_step.gradient_norm()
@@ -308,9 +306,7 @@ def norms_by_role(state: TrainState) -> dict[str, torch.Tensor]:
 
 class AsyncStepMetrics:
     """Turns steps into metrics one step late on CUDA, so that the host reads them while the device computes the next.
-
-    All ranks read the same sums at the same point of the program: what follows from a bad value is agreed.
-    """
+    All ranks read the same sums at the same point of the program: what follows from a bad value is agreed."""
 
     def __init__(self, world: World, model_config: ModelConfig, log_stats_every: int = 0):
         self._world, self._model_config = world, model_config
@@ -352,10 +348,8 @@ class AsyncStepMetrics:
         return records
 
     def _metrics(self, pending: InFlightStep, seconds: float) -> dict[str, Any]:
-        """The metrics.jsonl line of a step.
-
-        Raises on all ranks: DivergenceError where they differ, NonFiniteError where a loss or the norm is bad.
-        """
+        """The metrics.jsonl line of a step. Raises on all ranks: DivergenceError where they differ, NonFiniteError
+        where a loss or the norm is bad."""
         if pending.check is not None:
             pending.check.verify(self._world)
         record = dict(pending.metrics)

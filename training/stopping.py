@@ -245,10 +245,8 @@ _Thing = TypeVar("_Thing", bound=_Closable)
 
 
 class RunEnd:
-    """Context manager around a run. Its attributes are set as the run learns them.
-
-    code: the exit code, once the context has ended (errors.py has the table). stop: what ended the run early.
-    """
+    """Context manager around a run. Its attributes are set as the run learns them. code: the exit code, once the
+    context has ended (errors.py has the table). stop: what ended the run early."""
 
     def __init__(self, signals: StopSignals | None = None) -> None:
         """signals: handlers that are in place already; they stay until the process ends, for its last moment, too."""
@@ -354,10 +352,8 @@ class RunEnd:
                 self.status.write(STOPPED, stop.text, self.step)
 
     def _stopped(self, stop: Stop) -> None:
-        """The last message of a run that has stopped and saved, by rank 0, which alone requeues.
-
-        The files are closed and the lock is free: from here on SLURM may start the job again.
-        """
+        """The last message of a run that has stopped and saved, by rank 0, which alone requeues. The files are closed
+        and the lock is free: from here on SLURM may start the job again."""
         assert self.config is not None
         assert self.world is not None
         self.signals.stopped_early = True

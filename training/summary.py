@@ -262,11 +262,8 @@ class _Kernel(NamedTuple):
 def missing_kernels(
     config: TrainingConfig, model: ModelConfig, device: torch.device, load: bool = True
 ) -> dict[str, str]:
-    """For each kernel that there is for such a run, why it is not used; "" where it is.
-
-    config: device defaults resolved. load: compile or load kernels without an obstacle; without, nothing
-    touches the device.
-    """
+    """For each kernel that there is for such a run, why it is not used; "" where it is. config: device defaults
+    resolved. load: compile or load kernels without an obstacle; without, nothing touches the device."""
     found = {}
     for kernel in _kernels(config, model, device):
         reason = kernel.obstacle if device.type != "cuda" else reference_chosen(kernel.part)
@@ -377,10 +374,8 @@ def memory_estimate(
     world_size: int,
     split: str,
 ) -> float:
-    """Peak of the tensors on one device in bytes: states, and activations of the largest micro-batch.
-
-    config: device defaults resolved. missing: names of kernels that do not run (`missing_kernels`).
-    """
+    """Peak of the tensors on one device in bytes: states, and activations of the largest micro-batch. config: device
+    defaults resolved. missing: names of kernels that do not run (`missing_kernels`)."""
     size = 2 if config.mixed_precision else 4
     attention, feed_forward = model.matrices_of_a_layer
     divided = config.sharding == "full" and world_size > 1

@@ -289,10 +289,8 @@ class RankStore:
         return json.loads(self._store.get(key)) if self._store is not None and self._store.check([key]) else None
 
     def run_with_timeout(self, function: Callable[[], _Result], seconds: float, device: torch.device) -> _Result:
-        """function(), which calls collectives: on a thread, so that a hang or another rank's error ends it.
-
-        Raises what it raised, TimeoutError, or OtherRankFailed.
-        """
+        """function(), which calls collectives: on a thread, so that a hang or another rank's error ends it. Raises what
+        it raised, TimeoutError, or OtherRankFailed."""
         box: dict[str, Any] = {}
 
         def work() -> None:
@@ -341,9 +339,7 @@ class RankStore:
 
 class HeartbeatFile:
     """Writes `content()` (JSON) to a file now and every `seconds`, until `close` removes it; what fails is no error.
-
-    The file's folder is made once, in one that exists: a mount that vanishes must not come back as an empty folder.
-    """
+    The file's folder is made once, in one that exists: a mount that vanishes must not come back as an empty folder."""
 
     def __init__(self, path: Path, content: Callable[[], dict[str, Any]], seconds: float) -> None:
         self._path, self._content, self._seconds = path, content, seconds
