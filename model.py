@@ -184,13 +184,7 @@ class LTGBert(PretrainingModel):
     def encode(
         self, input_ids: Tensor, document_ids: Tensor, causal: bool | Tensor, dropout: DropoutKeys | None = None
     ) -> Tensor:
-        """Hidden states [B, T, D] of input_ids int64 [B, T].
-
-        document_ids: int64 [B, T]; tokens attend only inside their document (a run of one id), and -1 is padding,
-        which attends nothing. causal: a bool, bool [B] with one flag for each row, or int64 [B, T], the column up to
-        which each token also attends to what is ahead of it (`ops.attention_metadata.allowed_between`). dropout: keys
-        of the rows' dropout, used in training mode alone.
-        """
+        """As in PretrainingModel, which says of each argument what it is."""
         return self._encode(input_ids, document_ids, causal, dropout, None)[0]
 
     def _encode(

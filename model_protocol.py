@@ -32,9 +32,8 @@ class PretrainingModel(nn.Module, ABC):
     config: ModelConfig
     takes_ends: ClassVar[bool] = False  # whether `causal` of `encode` may be an end for each token
     roles: ClassVar[Mapping[str, str]] = {}  # part of a parameter's name -> its group in stats/grad_norm/GROUP
-    projections: Mapping[str, int] = MappingProxyType(
-        {}
-    )  # part of a matrix's name -> projections, one above the other in it
+    # Part of a matrix's name -> how many projections stand one above the other in it.
+    projections: Mapping[str, int] = MappingProxyType({})
 
     @abstractmethod
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:
@@ -50,8 +49,8 @@ class PretrainingModel(nn.Module, ABC):
 
         document_ids: int64 [B, T]; tokens attend only inside their document (a run of one id), and -1 is padding,
         which attends nothing. causal: a bool, bool [B] with one flag for each row, or, where the class `takes_ends`,
-        int [B, T], the column up to which each token also attends to what is ahead of it (data/reading.py). dropout:
-        keys of the rows' dropout, used in training mode alone.
+        int64 [B, T], the column up to which each token also attends to what is ahead of it (data/reading.py,
+        `ops.attention_metadata.allowed_between`). dropout: keys of the rows' dropout, used in training mode alone.
         """
 
     @abstractmethod
