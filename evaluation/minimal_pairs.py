@@ -42,6 +42,7 @@ from evaluation.pair_accuracy import (
     grouping_fields,
     in_modes,
     mean_of_paradigms,
+    members_of,
     objectives,
     read_pair_sets,
 )
@@ -118,10 +119,7 @@ def selecting_half(pairs: Sequence[Pair]) -> np.ndarray:
     """Which pairs, bool [n], a temperature is chosen on: half of each file, by a hash of the sentences. The order of
     lines plays no part. Of an odd number of pairs, the smaller half."""
     chosen = np.zeros(len(pairs), bool)
-    by_paradigm: dict[str, list[int]] = {}
-    for index, pair in enumerate(pairs):
-        by_paradigm.setdefault(pair.paradigm, []).append(index)
-    for members in by_paradigm.values():
+    for members in members_of(pair.paradigm for pair in pairs).values():
         order = sorted(members, key=lambda i: hashlib.sha256(f"{pairs[i].good}\n{pairs[i].bad}".encode()).digest())
         chosen[order[: len(order) // 2]] = True
     return chosen

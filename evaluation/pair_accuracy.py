@@ -80,22 +80,31 @@ def read_pair_sets(paths: Sequence[str | Path], flag: str) -> list[PairSet]:
     named in errors. Raises ConfigError, a sentence with file and line."""
     sets: list[PairSet] = []
     for path in map(Path, paths):
-        if path.is_dir():
-            folders = sorted({file.parent for file in path.rglob("*.jsonl")})
-            if not folders:
-                raise ConfigError(f"{flag}: folder {path} holds no .jsonl file; give files with sentence pairs")
-            for folder in folders:
-                files = sorted(folder.glob("*.jsonl"))
-                pairs = tuple(pair for file in files for pair in read_pairs(file, flag))
-                inside = folder.relative_to(path).as_posix()
-                sets.append(PairSet(path.resolve().name if folder == path else inside, pairs))
-        else:
-            sets.append(PairSet(path.stem, tuple(read_pairs(path, flag))))
-    names = [found.name for found in sets]
+        files = sorted(path.rglob("*.jsonl"))
+        if path.is_dir() and not files:
+            raise ConfigError(f"{flag}: folder {path} holds no .jsonl file; give files with sentence pairs")
+        sets += pair_sets(path, files, flag)
+    refuse_twice([found.name for found in sets], flag, "sets of pairs")
+    return sets
+
+
+def pair_sets(path: Path, files: Sequence[Path], flag: str) -> list[PairSet]:
+    """A file as one set, or each folder that some of `files`, in a folder, are in. Raises ConfigError."""
+    if not path.is_dir():
+        return [PairSet(path.stem, tuple(read_pairs(path, flag)))]
+    found = []
+    for folder in sorted({file.parent for file in files}):
+        pairs = tuple(pair for file in files if file.parent == folder for pair in read_pairs(file, flag))
+        name = path.resolve().name if folder == path else folder.relative_to(path).as_posix()
+        found.append(PairSet(name, pairs))
+    return found
+
+
+def refuse_twice(names: Sequence[str], flag: str, things: str) -> None:
+    """Raises ConfigError where two of `things` have one name."""
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"{flag}: two sets of pairs are called {name!r}; rename one of the files or folders")
-    return sets
+            raise ConfigError(f"{flag}: two {things} are called {name!r}; rename one of the files or folders")
 
 
 def read_pairs(path: Path, flag: str) -> list[Pair]:
@@ -200,10 +209,15 @@ def mean_accuracy(accuracies: Sequence[Accuracy]) -> Accuracy:
 
 def by_group(names: Sequence[str], right: np.ndarray) -> dict[str, Accuracy]:
     """The fraction of right pairs ([n], each 0 to 1) under each of names [n], in order of first appearance."""
+    return {name: accuracy(right[index]) for name, index in members_of(names).items()}
+
+
+def members_of(names: Iterable[str]) -> dict[str, list[int]]:
+    """The numbers of what has each name, in order of first appearance."""
     members: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         members.setdefault(name, []).append(index)
-    return {name: accuracy(right[index]) for name, index in members.items()}
+    return members
 
 
 def mean_of_paradigms(pairs: Sequence[Grouped], right: np.ndarray) -> Accuracy:

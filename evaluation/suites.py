@@ -28,9 +28,9 @@ from evaluation.pair_accuracy import (
     in_modes,
     mean_of_paradigms,
     objectives,
+    pair_sets,
     read_lines,
-    read_pair_sets,
-    read_pairs,
+    refuse_twice,
 )
 from evaluation.token_log_probs import (
     BatchShape,
@@ -99,7 +99,7 @@ def read_suites(path: Path, tokenizer: Tokenizer, special: SpecialIds) -> tuple[
         mixed = others & {file.parent for file in pairs}
         if mixed:
             raise ConfigError(f"{_FLAG}: folder {min(mixed)} holds minimal pairs and others; put them into two folders")
-        suites += [pair_suite(each, tokenizer, special) for each in _pair_sets(path, pairs)]
+        suites += [pair_suite(each, tokenizer, special) for each in pair_sets(path, pairs, _FLAG)]
     for file in files.pop(LAMBADA, []):
         suites.append(_lambada(file, tokenizer, special))
     if found := files.pop(SYNTAX, []):
@@ -108,10 +108,7 @@ def read_suites(path: Path, tokenizer: Tokenizer, special: SpecialIds) -> tuple[
         suites.append(_reading(file, tokenizer, special))
     for (name, kind), of in _by_dataset(path, files).items():
         suites.append(_items(name, kind, of, tokenizer, special))
-    names = [suite.name for suite in suites]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{_FLAG}: two suites are called {name!r}; rename one of the files or folders")
+    refuse_twice([suite.name for suite in suites], _FLAG, "suites")
     return suites, notes
 
 
@@ -142,18 +139,6 @@ def _kind(file: Path, flag: str) -> str:
         fields = ", ".join(first) or "none"
         raise ConfigError(f'{where}: "sentence_good" is missing, and the fields ({fields}) are those of no other suite')
     return kinds[0]
-
-
-def _pair_sets(path: Path, files: list[Path]) -> list[PairSet]:
-    """Every folder with pairs is a set."""
-    if path.is_file():
-        return read_pair_sets([path], _FLAG)
-    found = []
-    for folder in sorted({file.parent for file in files}):
-        pairs = tuple(pair for file in files if file.parent == folder for pair in read_pairs(file, _FLAG))
-        name = path.resolve().name if folder == path else folder.relative_to(path).as_posix()
-        found.append(PairSet(name, pairs))
-    return found
 
 
 def _by_dataset(path: Path, files: Mapping[str, list[Path]]) -> dict[tuple[str, str], list[Path]]:

@@ -25,6 +25,7 @@ from evaluation.pair_accuracy import (
     correctness,
     mean_accuracy,
     mean_of_paradigms,
+    members_of,
     read_lines,
     read_pairs,
     text_of,
@@ -201,9 +202,7 @@ def with_examples(dataset: Dataset, shots: int, seed: int, separator: str) -> Da
     """
     if not shots or any(item.share is not None for item in dataset.items):
         return dataset
-    members: dict[str, list[int]] = {}
-    for index, item in enumerate(dataset.items):
-        members.setdefault(item.paradigm, []).append(index)
+    members = members_of(item.paradigm for item in dataset.items)
     found = []
     for index, item in enumerate(dataset.items):
         others = [other for other in members[item.paradigm] if dataset.items[other].texts != item.texts]
@@ -250,9 +249,7 @@ def results(items: Sequence[Item], scores: np.ndarray) -> dict[str, Any]:
 
 def mean_of_parts(items: Sequence[Item], right: np.ndarray) -> Accuracy:
     """The mean over parts of the mean over paradigms in each; right: [n], 0 to 1."""
-    parts: dict[str, list[int]] = {}
-    for index, item in enumerate(items):
-        parts.setdefault(item.part, []).append(index)
+    parts = members_of(item.part for item in items)
     of: list[tuple[Sequence[Grouped], list[int]]] = [([items[i] for i in part], part) for part in parts.values()]
     return mean_accuracy([mean_of_paradigms(members, right[index]) for members, index in of])
 
