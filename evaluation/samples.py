@@ -64,7 +64,7 @@ class Cloze:
 
     ids: list[int]
     gaps: list[int]
-    truth: list[int] | None
+    truth: list[int] | None = None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -98,10 +98,11 @@ def sample_runs(options: argparse.Namespace) -> None:
         model = load(checkpoint.path, ema=True, device=options.device)
         if options.prompt or options.gap:
             prompts = [Prompt(model.encode(text), []) for text in options.prompt]
-            clozes = [user_cloze(model, text) for text in options.gap]
+            rows = [mask_row(model, text) for text in options.gap]
+            clozes = [Cloze(row[1 : len(row) - len(model.closing)], [gap - 1 for gap in gaps]) for row, gaps in rows]
         else:
             prompts, clozes = corpus_texts(model, held_out_corpus(folder, model), _COUNT)
-        samples = labelled([*continue_prompts(model, prompts), *fill_clozes(model, clozes)], checkpoint.step)
+        samples = complete(model, prompts, clozes, checkpoint.step)
         path = (folder.resolve().parent.parent if checkpoint.path == folder else folder) / SAMPLES
         others = [sample for sample in json_objects(path) if sample.get("step") != checkpoint.step]
         lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in (*others, *samples))
@@ -144,14 +145,8 @@ def sample_texts(
     stance = torch.compiler.set_stance("force_eager") if config.compile else contextlib.nullcontext()
     with contextlib.suppress(Abandoned), stance, evaluation_mode(model):
         prompts, clozes = corpus_texts(loaded, corpus, count)
-        found = [*continue_prompts(loaded, prompts, wanted), *fill_clozes(loaded, clozes, wanted)]
-        return labelled(found, state.step)
+        return complete(loaded, prompts, clozes, state.step, wanted)
     return []
-
-
-def labelled(samples: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """Samples with the step and the weights that they are of."""
-    return [{"step": step, "weights": "ema", **sample} for sample in samples]
 
 
 # Texts
@@ -207,12 +202,6 @@ def _choose_gaps(texts: list[str]) -> list[int]:
     return sorted((first, second))
 
 
-def user_cloze(model: LoadedModel, text: str) -> Cloze:
-    """A user's text with <mask> in it."""
-    row, gaps = mask_row(model, text)
-    return Cloze(row[1 : len(row) - len(model.closing)], [gap - 1 for gap in gaps], None)
-
-
 # What the model makes of them
 
 
@@ -244,11 +233,16 @@ def continue_prompts(
     return found
 
 
-def fill_clozes(
-    model: LoadedModel, clozes: Sequence[Cloze], wanted: Callable[[], bool] = lambda: False
+def complete(
+    model: LoadedModel,
+    prompts: Sequence[Prompt],
+    clozes: Sequence[Cloze],
+    step: int,
+    wanted: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
-    """The most probable words for each gap of each text. wanted: as above, asked before each text."""
-    return [_fill(model, cloze) for cloze in _until(wanted, clozes)]
+    """Samples of averaged weights: continuations, and the most probable words for each gap of each text."""
+    filled = (_fill(model, cloze) for cloze in _until(wanted, clozes))
+    return [{"step": step, "weights": "ema", **each} for each in (*continue_prompts(model, prompts, wanted), *filled)]
 
 
 def _fill(model: LoadedModel, cloze: Cloze) -> dict[str, Any]:

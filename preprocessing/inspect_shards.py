@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,57 +43,35 @@ _BAR = 50  # characters
 _VALUES, _SHOWN_VALUES = 10_000, 20  # of a kept field: counted, and all shown where there are no more
 
 
-@dataclass(frozen=True)
-class Contents:
-    """Totals of one folder. `lengths`: documents by length, the key being the power of two that starts the bin."""
-
-    path: str
-    documents: int
-    tokens: int
-    words: int
-    shards: int
-    bytes: int
-    vocab_size: int
-    dtype: str
-    tokenizer_hash: str
-    created_by: dict[str, Any]
-    shortest: int
-    longest: int
-    lengths: dict[int, int]
-    targets: int  # tokens that causal rows learn to predict
-    fields: dict[str, dict[str, int]]  # of each kept field the documents by value, as JSON; at most _VALUES values
-
-
-def inspect_folder(folder: Path) -> Contents:
-    """Reads manifest, headers and offsets. Raises ShardError for what cannot be opened."""
+def inspect_folder(folder: Path) -> dict[str, Any]:
+    """Totals of a folder, from manifest, headers and offsets. lengths: documents by length, the key being the power of
+    two that starts the bin; targets: tokens that causal rows learn to predict; fields: of each kept field the documents
+    by value, as JSON. Raises ShardError for what cannot be opened."""
     manifest = read_manifest(folder)
     shards = [open_shard(path) for path in (resolve_shards(folder) if manifest["shards"] else [])]
-    bins: dict[int, int] = {}
+    bins = Counter[int]()
     shortest, longest = 2**63, 0
     for shard in shards:
         for lengths in _lengths(shard):
             starts, counts = np.unique(1 << np.log2(np.maximum(lengths, 1)).astype(np.int64), return_counts=True)
-            for start, number in zip(starts.tolist(), counts.tolist(), strict=True):
-                bins[start] = bins.get(start, 0) + number
+            bins.update(dict(zip(starts.tolist(), counts.tolist(), strict=True)))
             shortest, longest = min(shortest, int(lengths.min())), max(longest, int(lengths.max()))
         shard.drop_cache()
-    return Contents(
-        path=str(folder),
-        documents=manifest["num_documents"],
-        tokens=manifest["num_tokens"],
-        words=manifest["num_words"],
-        shards=len(shards),
-        bytes=sum(entry["bytes"] for entry in manifest["shards"]),
-        vocab_size=manifest["vocab_size"],
-        dtype=shards[0].dtype.name if shards else "",
-        tokenizer_hash=manifest["tokenizer_hash"],
-        created_by=manifest["created_by"],
-        shortest=shortest if bins else 0,
-        longest=longest,
-        lengths=dict(sorted(bins.items())),
-        targets=sum(_count_scored(shard) for shard in shards),
-        fields=count_values(folder, manifest["created_by"]),
-    )
+    return {
+        "path": str(folder),
+        **{name: manifest[f"num_{name}"] for name in ("documents", "tokens", "words")},
+        "shards": len(shards),
+        "bytes": sum(entry["bytes"] for entry in manifest["shards"]),
+        "vocab_size": manifest["vocab_size"],
+        "dtype": shards[0].dtype.name if shards else "",
+        "tokenizer_hash": manifest["tokenizer_hash"],
+        "created_by": manifest["created_by"],
+        "shortest": shortest if bins else 0,
+        "longest": longest,
+        "lengths": dict(sorted(bins.items())),
+        "targets": sum(_count_scored(shard) for shard in shards),
+        "fields": count_values(folder, manifest["created_by"]),
+    }
 
 
 def _count_scored(shard: Shard) -> int:
@@ -211,24 +188,25 @@ def sample_documents(folder: Path, count: int, tokens: int) -> list[tuple[int, i
     return samples
 
 
-def print_contents(contents: Contents) -> None:
+def print_contents(contents: dict[str, Any]) -> None:
     """The readable form."""
-    print(contents.path)
-    per_word = f" ({contents.tokens / contents.words:.3f} per word)" if contents.words else ""
-    per_document = contents.tokens / max(contents.documents, 1)
-    totals = (contents.documents, "document"), (contents.words, "word"), (contents.tokens, "token")
-    print(f"  {', '.join(count(*total) for total in totals)}{per_word}")
-    print(f"  {count(contents.shards, 'shard')}, {contents.bytes / 1e6:,.1f} MB, {contents.dtype or 'no tokens'}")
-    print(f"  {contents.vocab_size:,} ids, tokenizer {contents.tokenizer_hash[:12]}")
-    if contents.targets < contents.tokens:
-        print(f"  {contents.targets:,} tokens ({contents.targets / contents.tokens:.1%}) are targets of causal rows")
-    print(f"  made by {contents.created_by.get('script', 'an unknown program')}")
-    print(f"  document length in tokens: {contents.shortest:,} to {contents.longest:,}, mean {per_document:,.1f}")
-    most = max(contents.lengths.values(), default=1)
-    for start, number in contents.lengths.items():
+    documents, words, tokens = (contents[name] for name in ("documents", "words", "tokens"))
+    print(contents["path"])
+    per_word = f" ({tokens / words:.3f} per word)" if words else ""
+    print(f"  {count(documents, 'document')}, {count(words, 'word')}, {count(tokens, 'token')}{per_word}")
+    dtype, targets = contents["dtype"] or "no tokens", contents["targets"]
+    print(f"  {count(contents['shards'], 'shard')}, {contents['bytes'] / 1e6:,.1f} MB, {dtype}")
+    print(f"  {contents['vocab_size']:,} ids, tokenizer {contents['tokenizer_hash'][:12]}")
+    if targets < tokens:
+        print(f"  {targets:,} tokens ({targets / tokens:.1%}) are targets of causal rows")
+    print(f"  made by {contents['created_by'].get('script', 'an unknown program')}")
+    mean = f"mean {tokens / max(documents, 1):,.1f}"
+    print(f"  document length in tokens: {contents['shortest']:,} to {contents['longest']:,}, {mean}")
+    most = max(contents["lengths"].values(), default=1)
+    for start, number in contents["lengths"].items():
         bar = "#" * max(1, round(_BAR * number / most))
         print(f"  {start:>9,} - {2 * start - 1:<9,} {number:>12,}  {bar}")
-    for name, values in contents.fields.items():
+    for name, values in contents["fields"].items():
         if len(values) > _SHOWN_VALUES:
             some = f"{len(values):,} values" if len(values) < _VALUES else f"{_VALUES:,} values or more"
             print(f"  {name}: {some}, such as {', '.join(list(values)[:3])}")
@@ -246,7 +224,7 @@ def _folders(path: Path) -> list[Path]:
 
 def command(arguments: argparse.Namespace) -> int:
     damage: list[str] = []
-    contents: list[Contents] = []
+    contents: list[dict[str, Any]] = []
     for folder in _folders(arguments.folder):
         if arguments.write_offsets:
             find_shards(folder)  # all are there
@@ -259,10 +237,10 @@ def command(arguments: argparse.Namespace) -> int:
         if arguments.json:
             continue
         print_contents(contents[-1])
-        if arguments.samples > 0 and contents[-1].documents and (folder / TOKENIZER_NAME).exists():
+        if arguments.samples > 0 and contents[-1]["documents"] and (folder / TOKENIZER_NAME).exists():
             samples = sample_documents(folder, arguments.samples, arguments.sample_tokens)
             chosen = {number for number, _, _ in samples}
-            fields = {n: line for n, line in _sidecar_lines(folder, contents[-1].created_by) if n in chosen}
+            fields = {n: line for n, line in _sidecar_lines(folder, contents[-1]["created_by"]) if n in chosen}
             for number, length, text in samples:
                 print(f"\n  document {number:,} ({length:,} tokens)")
                 if number in fields:
@@ -270,7 +248,7 @@ def command(arguments: argparse.Namespace) -> int:
                 print("    " + text.replace("\n", "\n    "))
             print()
     if arguments.json:
-        print(json.dumps({"folders": [asdict(item) for item in contents], "damage": damage}))
+        print(json.dumps({"folders": contents, "damage": damage}))
     elif arguments.verify and not damage:
         print("verified: every file is as the manifest says")
     for sentence in damage:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -39,15 +38,6 @@ _MOST_COLUMNS = 6  # of figures side by side
 _OPEN_CHARTS = 24  # of minimal pairs by phenomenon; more of them start folded
 _BARS = 4  # columns of scores beside which there is room for a bar each
 _STATES = ("running", "finished", "stopped", "requeued", "failed")
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure of the summary: what it is, its value as text, and a remark in small print."""
-
-    name: str
-    value: str
-    remark: str = ""
 
 
 def page(runs: list[Run], refresh: float = 0.0) -> str:
@@ -171,10 +161,10 @@ def header(runs: list[Run], title: str) -> str:
         found = figures(run)
         columns = len(found) if len(found) <= _MOST_COLUMNS else -(-len(found) // 2)
         cells = "".join(
-            f"<div><dt>{html.escape(f.name)}</dt><dd>{html.escape(f.value)}"
-            + (f"<small>{html.escape(f.remark)}</small>" if f.remark else "")
+            f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}"
+            + (f"<small>{html.escape(remark)}</small>" if remark else "")
             + "</dd></div>"
-            for f in found
+            for name, (value, remark) in found.items()
         )
         parts.append(f"{progress(run)}<dl class='figures' style='--columns:{columns}'>{cells}</dl></header>")
         return "\n".join(parts)
@@ -235,41 +225,37 @@ def duration(hours: float) -> str:
     return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
 
 
-def figures(run: Run) -> list[Figure]:
-    """The figures that sum up a run; those that it did not log are left out."""
-    metrics, found = run.metrics, []
-    total = run.max_steps
-    found.append(Figure("Steps", f"{run.step:,}", f"of {total:,}" if total and total != run.step else ""))
+def figures(run: Run) -> dict[str, tuple[str, str]]:
+    """The figures that sum up a run, by name the value as text and a remark; those that it did not log are left out."""
+    metrics, total = run.metrics, run.max_steps
+    found = {"Steps": (f"{run.step:,}", f"of {total:,}" if total and total != run.step else "")}
     if run.tokens is not None:
         corpus = run.config.get("data", {}).get("tokens")
-        found.append(Figure("Tokens", short_number(run.tokens), _epochs(run.tokens, corpus)))
+        epochs = f"{run.tokens / corpus:.2g} × the corpus" if isinstance(corpus, int) and corpus > 0 else ""
+        found["Tokens"] = (short_number(run.tokens), epochs)
     for objective in objectives([metrics]):
         for prefix, what in (("valid/", "validation loss"), ("train/", "training loss")):
             loss = metrics.last(f"{prefix}{objective}_loss")
             if loss is not None:
                 ema = metrics.last(f"{prefix}ema_{objective}_loss")
                 remark = f"EMA {ema:.3f}" if ema is not None else ""
-                found.append(Figure(f"{objective.capitalize()} {what}", f"{loss:.3f}", remark))
+                found[f"{objective.capitalize()} {what}"] = (f"{loss:.3f}", remark)
                 break
-    found += [Figure(f"Minimal pairs, {mode}", f"{100 * accuracy:.1f} %") for mode, accuracy in overall(run).items()]
+    found |= {f"Minimal pairs, {mode}": (f"{100 * accuracy:.1f} %", "") for mode, accuracy in overall(run).items()}
     if rates := metrics.series.get("stats/tokens_per_second"):
         mfu = metrics.series.get("stats/mfu")
         remark = f"tokens/s, MFU {100 * float(np.median(list(mfu.values()))):.0f} %" if mfu else "tokens/s"
-        found.append(Figure("Speed", short_number(float(np.median(list(rates.values())))), remark))
+        found["Speed"] = (short_number(float(np.median(list(rates.values())))), remark)
     if run.hours:
         remark = f"{100 * min(1.0, run.useful):.1f} % of all time" if run.useful is not None else ""
-        found.append(Figure("Training time", duration(max(run.hours.values())), remark))
+        found["Training time"] = (duration(max(run.hours.values())), remark)
     if memory := metrics.series.get("stats/peak_memory_gib"):
-        found.append(Figure("Peak memory", f"{max(memory.values()):.1f} GiB", "a device"))
+        found["Peak memory"] = (f"{max(memory.values()):.1f} GiB", "a device")
     slowest, median = (metrics.last(f"ranks/{name}") for name in ("slowest", "compute_seconds_median"))
     if slowest is not None and median:
         more = (metrics.last("ranks/compute_seconds_max") or median) / median - 1
-        found.append(Figure("Slowest rank", f"{slowest:.0f}", f"computes {100 * more:.1f} % longer than the median"))
+        found["Slowest rank"] = (f"{slowest:.0f}", f"computes {100 * more:.1f} % longer than the median")
     return found
-
-
-def _epochs(tokens: float, corpus: Any) -> str:
-    return f"{tokens / corpus:.2g} × the corpus" if isinstance(corpus, int) and corpus > 0 else ""
 
 
 def overall(run: Run) -> dict[str, float]:
@@ -285,17 +271,17 @@ def overall(run: Run) -> dict[str, float]:
 
 def comparison(runs: list[Run]) -> str:
     """A table of the figures of several runs, one a column, the best of each row marked."""
-    by_run = [{figure.name: figure for figure in figures(run)} for run in runs]
+    by_run = [figures(run) for run in runs]
     rows = []
     for name in dict.fromkeys(name for found in by_run for name in found):
         cells = [html.escape(name)]
-        values = [found[name].value for found in by_run if name in found]
+        values = [found[name][0] for found in by_run if name in found]
         for found in by_run:
             if name not in found:
                 cells.append(MISSING)
                 continue
-            value, remark = html.escape(found[name].value), html.escape(found[name].remark)
-            best = same_data(name, runs) and _is_best(name, found[name].value, values)
+            value, remark = map(html.escape, found[name])
+            best = same_data(name, runs) and _is_best(name, found[name][0], values)
             strong = f"<b>{value}</b>" if best else value
             cells.append(f"{strong}<small>{remark}</small>" if remark else strong)
         rows.append(cells)

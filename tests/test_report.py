@@ -18,7 +18,7 @@ from helpers.tiny_runs import ROOT
 
 from report import demo_page, html_report
 from report.charts import sections
-from report.page import Figure, figures
+from report.page import figures
 from report.runs import Start, downsample, pairs_in_files, read_runs, training_hours
 from slurm.snapshot import code_files
 
@@ -276,7 +276,7 @@ def test_training_time_leaves_out_validation_and_saving(tmp_path):
     assert replace(run, starts=started, status={"state": "stopped"}).useful is None
     times = {"ranks/slowest": 5.0, "ranks/compute_seconds_median": 0.2, "ranks/compute_seconds_max": 0.25}
     run.metrics.series.update({name: {40: value} for name, value in times.items()})
-    assert figures(run)[-1] == Figure("Slowest rank", "5", "computes 25.0 % longer than the median")
+    assert list(figures(run).items())[-1] == ("Slowest rank", ("5", "computes 25.0 % longer than the median"))
 
 
 @pytest.mark.parametrize(
