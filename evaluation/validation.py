@@ -58,7 +58,7 @@ def validate(
             inputs = batch.to(world.device).inputs(held_out.options)
             with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=autocast):
                 # Of few sizes, so that the allocator finds again what it had before.
-                slots = padded_targets(int(batch.targets.sum()), inputs.labels.numel(), ())
+                slots = padded_targets(int(batch.targets.sum()), inputs.labels.numel())
                 scores, which = score_targets(model, inputs, slots, None)
             sums += sums_by_objective(scores, which, objectives)
     metrics = {}

@@ -38,6 +38,11 @@ from training.loss import hybrid_loss, varlen_sizes
 _SIZES = 64  # of the head's slots for targets, between none and all positions
 _ROW_SIZES = 32  # of a batch, between a power of two and the next: on average 1 % of rows are padding
 _DOCUMENT_SIZES = 8  # of the room for documents, likewise
+# A graph with too much room is used until that has cost as much as to capture a smaller one would: some micro-steps, of
+# which the head of a whole batch is about a tenth. So the sum of both is at most twice the least possible, whenever and
+# how fast the number of targets falls (ski rental: Karlin et al. 1988, "Competitive Snoopy Caching").
+_PATIENCE = 32.0
+_DOCUMENT_COST = 0.1  # of as much room again as there are documents, likewise
 _GRAPHS = 16  # kept; the one unused for longest goes first
 
 
@@ -56,11 +61,10 @@ def graph_obstacle(config: TrainingConfig, device: torch.device) -> str:
     return ""
 
 
-def padded_targets(count: int, positions: int, known: Iterable[int]) -> int:
-    """Places in the head for `count` of `positions` targets: of the `known` sizes, if one is little too large."""
+def padded_targets(count: int, positions: int) -> int:
+    """Places in the head of a new graph for `count` of `positions` targets."""
     unit = -(-positions // _SIZES)
-    enough = [slots for slots in known if count <= slots <= count + 2 * unit]
-    return min(enough) if enough else min(positions, (count // unit + 2) * unit)
+    return min(positions, (count // unit + 2) * unit)
 
 
 def choose_rows(rows: int, known: Iterable[int]) -> int:
@@ -70,12 +74,11 @@ def choose_rows(rows: int, known: Iterable[int]) -> int:
     return min(enough) if enough else -(-rows // unit) * unit
 
 
-def room_for_documents(count: int, known: Iterable[int]) -> int:
-    """For how many documents a graph that runs a batch of `count` has room: of the `known` sizes, if one is little too
-    large. Each that is not there costs a few idle blocks of a kernel."""
+def room_for_documents(count: int) -> int:
+    """For how many documents a new graph has room that runs a batch of `count`. Each that is not there costs a few idle
+    blocks of a kernel."""
     unit = _unit(count, _DOCUMENT_SIZES)
-    enough = [room for room in known if count <= room <= count + 3 * unit]
-    return min(enough) if enough else (-(-count // unit) + 1) * unit if count else 0
+    return (-(-count // unit) + 1) * unit if count else 0
 
 
 def _unit(count: int, sizes: int) -> int:
@@ -256,14 +259,22 @@ class ForwardBackward:
         kind = (batch.tokens.shape[1], *(tensor is None for tensor in optional), batch.has_masks(self._options))
         sizes, known = self._sizes(batch), [key for key in self._graphs if key.kind == kind]
         first, second = (choose_rows(size, {key.rows[n] for key in known}) for n, size in enumerate(sizes.rows))
-        known = [key for key in known if key.rows == (first, second)]
+        rows, positions = first + second, (first + second) * (batch.tokens.shape[1] - 1)
         # As many documents and targets as full rows would have, so that batches of a few rows less have the same graph.
-        full = [-(-sizes.documents[n] * rows // max(1, sizes.rows[n])) for n, rows in enumerate((first, second))]
-        documents = [room_for_documents(count, {key.documents[n] for key in known}) for n, count in enumerate(full)]
-        known = [key.slots for key in known if key.documents == tuple(documents)]
-        count, rows = -(-int(batch.targets.sum()) * (first + second) // len(batch)), first + second
-        slots = padded_targets(count, rows * (batch.tokens.shape[1] - 1), known)
-        return _Key(kind, (first, second), (documents[0], documents[1]), slots)
+        count = -(-int(batch.targets.sum()) * rows // len(batch))
+        full = [-(-sizes.documents[n] * size // max(1, sizes.rows[n])) for n, size in enumerate((first, second))]
+        wanted = _Key(kind, (first, second), (full[0], full[1]), count)
+        documents = (room_for_documents(full[0]), room_for_documents(full[1]))
+        new = wanted._replace(documents=documents, slots=padded_targets(count, positions))
+        enough = min(filter(wanted.fits_into, known), key=lambda key: (key.slots, key.documents), default=new)
+        if enough.fits_into(new):
+            return enough
+        graph, room = self._graphs[enough], (sum(enough.documents) - sum(full)) / max(1, sum(full))
+        graph.idle += (enough.slots - count) / positions + _DOCUMENT_COST * room
+        if graph.idle < _PATIENCE:
+            return enough
+        graph.idle = 0.0
+        return new
 
     def _graph_of(self, batch: RowBatch) -> _Graph | None:
         """The CUDA graph that runs a batch, None where it runs kernel by kernel."""
@@ -348,13 +359,19 @@ class _Key(NamedTuple):
     documents: tuple[int, int]
     slots: int
 
+    def fits_into(self, other: _Key) -> bool:
+        """Whether the graph of `other` has room for a batch with just so much."""
+        rooms = zip((*other.documents, other.slots), (*self.documents, self.slots), strict=True)
+        return other[:2] == self[:2] and all(room >= count for room, count in rooms)
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass
 class _Graph:
     graph: torch.cuda.CUDAGraph
     batch: RowBatch  # what the graph reads; rows that a replay's batch does not have are padding
     first: int  # rows of the first group, behind which the second one begins
     marks: list[torch.cuda.Event]  # see GradientBuckets.marked
+    idle: float = 0.0  # what replays have computed for room that was empty, in heads of whole batches
 
     def replay(self, batch: RowBatch, first: int) -> None:
         """Run a batch whose first group has `first` rows."""
