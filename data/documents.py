@@ -83,10 +83,8 @@ class Documents:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Stored tokens in front of each document, and of all: int64 [num_documents + 1]. Raises IndexStopped.
-
-        Of a large corpus, shared by the processes of a node.
-        """
+        """Stored tokens in front of each document, and of all: int64 [num_documents + 1]. Raises IndexStopped. Of a
+        large corpus, shared by the processes of a node."""
         return shared_array(self.content_name("starts"), self.num_documents + 1, self._fill_starts, check_stop)
 
     def content_name(self, *what: object) -> str:

@@ -165,10 +165,8 @@ class Epochs:
         return int((self.uses_before(epoch + 1) - self.uses_before(epoch)).sum())
 
     def documents_of(self, epoch: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Document behind each slot of an epoch, how often it was used before, and its source; int64 [n] each.
-
-        An epoch's slots are the uses of the first source in it, then those of the next, ...
-        """
+        """Document behind each slot of an epoch, how often it was used before, and its source; int64 [n] each. An
+        epoch's slots are the uses of the first source in it, then those of the next, ..."""
         documents, before = self._documents, self.uses_before(epoch)
         ends = np.cumsum(self.uses_before(epoch + 1) - before)
         sources = np.searchsorted(ends, [slots.min(), slots.max()], side="right") if len(slots) else [0, 0]

@@ -131,9 +131,7 @@ def micro_batches(
     plan: StepPlan, rows: int, world_size: int, local_batch_size: int, seq_length: int
 ) -> tuple[int, int]:
     """How many micro-batches each of `world_size` ranks computes in a step at most, and of how many rows a rank's are.
-
-    Ranks that have more `rows` than others (`rows_of_rank`), since these cost less, take a few more at a time.
-    """
+    Ranks that have more `rows` than others (`rows_of_rank`), since these cost less, take a few more at a time."""
     size = micro_batch_rows(local_batch_size, seq_length, plan.seq_length)
     passes = -(-plan.rows // (world_size * size))
     return passes, max(size, -(-rows // passes))

@@ -118,7 +118,7 @@ class DataPlan:
     hybrid_schedule: the masked fraction of rows at each step, in place of the constant or evenly moving one that
     hybrid_numerator, hybrid_denominator and hybrid_numerator_end name.
     open_end: the order of rows does not depend on where the run ends, so that a longer one goes on without repeating.
-    hybrid_numerator, hybrid_denominator and hybrid_numerator_end name. mask_rates: how the rates of rows are drawn.
+    mask_rates: how the rates of rows are drawn.
     objectives: data.objectives.run_objectives of the run.
     target_cost: what a target costs, in the model's head, beside what each token costs; decides which rank computes a
     row, and nothing else.

@@ -26,19 +26,14 @@ class RowShuffle:
         self, epochs: Epochs | Corpus, key: int, spans: list[tuple[int, int, int]], window: int | None = None
     ) -> None:
         """key: of the stream. spans: first token, end and row length of its parts, as DataPlan.spans gives them.
-
-        window: tokens, about, of a stretch; None: a stretch is a whole epoch.
-        """
+        window: tokens, about, of a stretch; None: a stretch is a whole epoch."""
         self._epochs, self._key = epochs, fold(key, -1)  # data/stream.py folds in epochs, from 0
         self._window = window
         self._spans = [span for span in spans if span[1] > span[0]]
 
     def positions(self, first: int, count: int) -> np.ndarray:
-        """Stream positions of the first tokens of `count` rows, int64 [count].
-
-        first: how many tokens the rows used before hold, which is where they would begin without shuffling. All are of
-        one length.
-        """
+        """Stream positions of the first tokens of `count` rows, int64 [count]. first: how many tokens the rows used
+        before hold, which is where they would begin without shuffling. All are of one length."""
         if not count:
             return np.empty(0, np.int64)
         # The part of the stream with these rows, [begin, end) in tokens, and the rows' numbers within it.

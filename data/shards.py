@@ -84,9 +84,6 @@ def tokenizer_hash(path: str | Path) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-# --------------------------------------------------------------------------------------------------------- reading
-
-
 @dataclass(frozen=True)
 class Shard:
     """One opened shard. The file is mapped when `tokens` or `offsets` is first used, and read page by page."""
@@ -201,9 +198,7 @@ class Shard:
 
     def drop_cache(self) -> None:
         """Give the tokens' pages back, so that resident memory does not grow with what was read; later reads work on.
-
-        The offsets stay: 8 bytes a document, and every read needs some of them.
-        """
+        The offsets stay: 8 bytes a document, and every read needs some of them."""
         if "_map" in self.__dict__ and self._token_pages:
             self._map.madvise(mmap.MADV_DONTNEED, 0, self._token_pages)
 
@@ -275,9 +270,6 @@ def _offsets_start(num_tokens: int, dtype: np.dtype) -> int:
 
 def size_without_marks(num_tokens: int, num_documents: int, dtype: np.dtype) -> int:
     return _offsets_start(num_tokens, dtype) + 8 * (num_documents + 1)
-
-
-# --------------------------------------------------------------------------------------------------------- writing
 
 
 @dataclass(frozen=True)
@@ -400,9 +392,6 @@ def describe_shard(path: str | Path, words: int = 0) -> ShardFile:
     shard = open_shard(path)
     size = shard.path.stat().st_size
     return ShardFile(shard.path.name, size, sha256_file(path), shard.num_documents, shard.num_tokens, words)
-
-
-# -------------------------------------------------------------------------------------------------------- manifest
 
 
 def write_manifest(

@@ -27,10 +27,8 @@ class EpochIndex:
 
 
 class TokenStream:
-    """The corpus, epoch after epoch, each epoch in its own keyed order (or stored order where `key` is None).
-
-    epochs: what is in each; where left out, the corpus' own.
-    """
+    """The corpus, epoch after epoch, each epoch in its own keyed order (or stored order where `key` is None). epochs:
+    what is in each; where left out, the corpus' own."""
 
     def __init__(self, corpus: Corpus, key: int | None, epochs: Epochs | None = None):
         self.corpus, self._key, self._epochs = corpus, key, epochs or corpus.epochs

@@ -159,10 +159,8 @@ def half_age(shares: dict[float, float]) -> float:
 
 
 def compared(x: np.ndarray, curves: np.ndarray, chance: np.ndarray, months: list[float]) -> dict[str, Any]:
-    """Correlation of the model's ages with children's, as JSON; none of fewer than four words.
-
-    x: log10 of words seen [n], rising. curves: surprisals [n, W]; chance, months: [W].
-    """
+    """Correlation of the model's ages with children's, as JSON; none of fewer than four words. x: log10 of words seen
+    [n], rising. curves: surprisals [n, W]; chance, months: [W]."""
     own = np.array([acquired(x, curve, (of + curve.min()) / 2) for curve, of in zip(curves.T, chance, strict=True)])
     theirs = np.array(months)
     both = np.isfinite(own) & np.isfinite(theirs)
