@@ -251,9 +251,8 @@ def add_model_flags(parser: Parser, several: bool = False) -> None:
     )  # fmt: skip
     add_weights_flags(parser)
     parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto",
-        help="auto: CUDA where there is a GPU (default: auto)",
-    )  # fmt: skip
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: CUDA where there is a GPU"
+    )
 
 
 def add_weights_flags(parser: Parser) -> None:

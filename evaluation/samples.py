@@ -83,9 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"text with {MASK} where tokens are missing; may be given several times (default: held-out documents)",
     )  # fmt: skip
     parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto",
-        help="where the model runs; auto: CUDA where there is a GPU (default: auto)",
-    )  # fmt: skip
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: CUDA where there is a GPU"
+    )
     return run(sample_runs, parser.parse_args(arguments))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from data.wording import time_text
 from report.charts import (
     Chart,
     axes_of,
@@ -209,20 +210,11 @@ def progress(run: Run) -> str:
     done = run.step / total
     text = f"step {run.step:,} of {total:,}"
     if run.state == "running" and run.hours and done > 0:
-        text += f", about {duration(max(run.hours.values()) * (1 - done) / done)} to go"
+        text += f", about {time_text(3600 * max(run.hours.values()) * (1 - done) / done)} to go"
     return (
         f'<p class="progress"><progress max="1" value="{done:.4f}">{done:.0%}</progress>'
         f"<span>{100 * done:.0f} % – {html.escape(text)}</span></p>"
     )
-
-
-def duration(hours: float) -> str:
-    """Hours as text with the unit that fits."""
-    if hours < 1 / 60:
-        return f"{3600 * hours:.0f} s"
-    if hours < 2:
-        return f"{60 * hours:.0f} min"
-    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
 
 
 def figures(run: Run) -> dict[str, tuple[str, str]]:
@@ -248,7 +240,7 @@ def figures(run: Run) -> dict[str, tuple[str, str]]:
         found["Speed"] = (short_number(float(np.median(list(rates.values())))), remark)
     if run.hours:
         remark = f"{100 * min(1.0, run.useful):.1f} % of all time" if run.useful is not None else ""
-        found["Training time"] = (duration(max(run.hours.values())), remark)
+        found["Training time"] = (time_text(3600 * max(run.hours.values())), remark)
     if memory := metrics.series.get("stats/peak_memory_gib"):
         found["Peak memory"] = (f"{max(memory.values()):.1f} GiB", "a device")
     slowest, median = (metrics.last(f"ranks/{name}") for name in ("slowest", "compute_seconds_median"))
