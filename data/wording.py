@@ -30,6 +30,11 @@ def count(number: int, word: str) -> str:
     return f"{number:,} {word}" + ("" if number == 1 else "es" if word.endswith("ch") else "s")
 
 
+def interval_text(value: float, low: float, high: float, digits: int = 1) -> str:
+    """`81.3 [79.0, 83.4]`."""
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
     """Rows of cells as lines, each column as wide as its widest cell; `left`: columns whose cells begin at its left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

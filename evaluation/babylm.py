@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
-from data.wording import count
+from data.wording import aligned, count, interval_text
 from evaluation import reading_times, zero_shot
 from evaluation.generation import UsageError, run
 from evaluation.pair_accuracy import chosen_modes, objectives
@@ -214,16 +214,12 @@ def headlines(name: str, found: dict[str, Any]) -> list[tuple[str, dict[str, tup
 
 def table(title: str, datasets: dict[str, Any], modes: Sequence[str]) -> list[str]:
     """A model's results as lines: percentages, rho and gains in R2 (in percent) with 95 % intervals."""
-    rows = [(label, cells, of["items"]) for name, of in datasets.items() for label, cells in headlines(name, of)]
-    width = max((len(label) for label, _, _ in rows), default=0)
-    lines = [title, " " * width + "".join(f"  {mode:>22}" for mode in modes) + "     items"]
-    for label, cells, items in rows:
-        digits = 3 if label.endswith("(rho)") else 2 if label.endswith("(R2 +)") else 1
-        shown = (
-            "  " + f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]".rjust(22)
-            for value, low, high in (cells[mode] for mode in modes)
-        )
-        lines.append(f"{label:<{width}}{''.join(shown)}  {items:>8,}")
+    rows = [["", *modes, "items"]]
+    for name, of in datasets.items():
+        for label, cells in headlines(name, of):
+            digits = 3 if label.endswith("(rho)") else 2 if label.endswith("(R2 +)") else 1
+            rows.append([label, *(interval_text(*cells[mode], digits) for mode in modes), f"{of['items']:,}"])
+    lines = [title, *aligned(rows)]
     ties = {mode: sum(of["modes"][mode].get("ties", 0) for of in datasets.values()) for mode in modes}
     if any(ties.values()):
         counts = ", ".join(f"{mode} {number:,}" for mode, number in ties.items())
@@ -233,15 +229,12 @@ def table(title: str, datasets: dict[str, Any], modes: Sequence[str]) -> list[st
 
 def overview(names: Sequence[str], every: Sequence[dict[str, Any]], modes: Sequence[str]) -> list[str]:
     """All models beside each other: for each mode a line a model, a column a result."""
-    width, lines = max(map(len, names)), []
-    rows = [[row for name, of in found["datasets"].items() for row in headlines(name, of)] for found in every]
+    lines = []
+    rows = [dict(row for name, of in found["datasets"].items() for row in headlines(name, of)) for found in every]
     for mode in modes:
-        heads = [label for label, _ in rows[0]]
-        lines.append(f"{mode:<{width}}" + "".join(f"  {head}" for head in heads))
-        for name, row in zip(names, rows, strict=True):
-            values = (f"  {cells[mode][0]:>{len(head)}.2f}" for head, (_, cells) in zip(heads, row, strict=True))
-            lines.append(f"{name:<{width}}{''.join(values)}")
-        lines.append("")
+        values = [[f"{cells[mode][0]:.2f}" for cells in row.values()] for row in rows]
+        table = [[mode, *rows[0]], *([name, *row] for name, row in zip(names, values, strict=True))]
+        lines += [*aligned(table), ""]
     return lines
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from data.atomic_io import write_atomically
 from data.cli import Parser
+from data.wording import aligned, interval_text
 from evaluation.generation import UsageError, check, run
 from evaluation.minimal_pairs_plot import check_plot, draw
 from evaluation.pair_accuracy import (
@@ -195,37 +196,32 @@ def score_lines(sets: Sequence[PairSet], scores: dict[str, list[np.ndarray]], te
 def table(name: str, found: dict[str, Any]) -> list[str]:
     """A set's results as lines: percentages with 95 % intervals, one column per mode."""
     modes = found["modes"]
-    first = next(iter(modes.values()))
-    rows: list[tuple[str, list[dict[str, float]]]] = [("mean of files", [entry["mean"] for entry in modes.values()])]
-    if "pairs_for_temperature" in found:
-        rows.append(("  at temperature 1", [entry["mean_at_temperature_1"] for entry in modes.values()]))
-    rows.append(("all pairs", [entry["all"] for entry in modes.values()]))
-    for field, groups in [*first["groups"].items(), ("file", first["paradigms"])]:
-        if set(groups) <= {"True", "False"}:
-            continue  # in the JSON alone
-        rows.append((f"by {field}", []))
-        for value in sorted(groups):
-            part = [entry["paradigms"] if field == "file" else entry["groups"][field] for entry in modes.values()]
-            rows.append((f"  {value}", [each[value] for each in part]))
-    width = max(len(label) for label, _ in rows)
-    others = found.get("pairs_for_temperature")
-    halves = f", temperature chosen on {others:,} others" if others else ""
-    lines = [f"{name}: {found['pairs']:,} pairs in {len(first['paradigms'])} files{halves}"]
+    first, entries = next(iter(modes.values())), modes.values()
     heads = [
         mode if entry["temperature"] == 1 else f"{mode}, T={entry['temperature']:g}" for mode, entry in modes.items()
     ]
-    lines.append(" " * width + "".join(f"  {head:>20}" for head in heads) + "   pairs")
-    for label, cells in rows:
-        shown = "".join(f"  {_percent(cell):>20}" for cell in cells)
-        lines.append(f"{label:<{width}}{shown}" + (f"  {cells[0]['pairs']:>6,}" if cells else ""))
+    rows = [["", *heads, "pairs"], _row("mean of files", [entry["mean"] for entry in entries])]
+    if "pairs_for_temperature" in found:
+        rows.append(_row("  at temperature 1", [entry["mean_at_temperature_1"] for entry in entries]))
+    rows.append(_row("all pairs", [entry["all"] for entry in entries]))
+    for field, groups in [*first["groups"].items(), ("file", first["paradigms"])]:
+        if set(groups) <= {"True", "False"}:
+            continue  # in the JSON alone
+        rows.append([f"by {field}"] + [""] * (1 + len(modes)))
+        part = [entry["paradigms"] if field == "file" else entry["groups"][field] for entry in entries]
+        rows += [_row(f"  {value}", [each[value] for each in part]) for value in sorted(groups)]
+    others = found.get("pairs_for_temperature")
+    halves = f", temperature chosen on {others:,} others" if others else ""
+    lines = [f"{name}: {found['pairs']:,} pairs in {len(first['paradigms'])} files{halves}", *aligned(rows)]
     if any(entry["ties"] for entry in modes.values()):
         counts = ", ".join(f"{mode} {entry['ties']:,}" for mode, entry in modes.items())
         lines.append(f"ties (both sentences equally probable), each counted as half right: {counts}")
-    return [*(line.rstrip() for line in lines), ""]
+    return [*lines, ""]
 
 
-def _percent(cell: dict[str, float]) -> str:
-    return f"{100 * cell['accuracy']:.1f} [{100 * cell['low']:.1f}, {100 * cell['high']:.1f}]"
+def _row(label: str, cells: Sequence[dict[str, float]]) -> list[str]:
+    percent = [interval_text(*(100 * cell[key] for key in ("accuracy", "low", "high"))) for cell in cells]
+    return [label, *percent, f"{cells[0]['pairs']:,}"]
 
 
 if __name__ == "__main__":

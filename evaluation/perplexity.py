@@ -36,7 +36,7 @@ from data.corpus import Corpus, CorpusError
 from data.loader import ValidationSet
 from data.masking import MaskingOptions
 from data.shards import MANIFEST_NAME, SHARD_SUFFIX, ShardError, tokenizer_hash, write_shard
-from data.wording import count
+from data.wording import aligned, count
 from evaluation.elbo import measure_bound
 from evaluation.generation import LoadedModel, UsageError, check, run
 from evaluation.pair_accuracy import OBJECTIVES, chosen_modes, read_text
@@ -273,21 +273,16 @@ def _exp(loss: float) -> float:
 
 def table(path: str, found: dict[str, Any]) -> list[str]:
     """The results of a text as lines."""
-    lines = [
-        f"{path}: {count(found['documents'], 'document')}, {found['words']:,} words, {found['tokens']:,} tokens, "
-        f"{found['bytes']:,} bytes"
-    ]
-    lines.append(f"{'':<8}{'loss':>9}{'perplexity':>13}{'per word':>15}{'bits/byte':>11}{'accuracy':>10}")
+    sizes = (f"{found[noun]:,} {noun}" for noun in ("words", "tokens", "bytes"))
+    rows = [["", "loss", "perplexity", "per word", "bits/byte", "accuracy"]]
     for mode in ("masked", "elbo", "causal"):
         if mode in found:
             of = found[mode]
-            accuracy = f"{100 * of['accuracy']:8.1f} %" if "accuracy" in of else ""
-            accuracy = f"  at most, +- {of['standard_error']:.4f}" if mode == "elbo" else accuracy
-            lines.append(
-                f"{mode:<8}{of['loss']:>9.4f} {of['perplexity']:>12,.2f} {of['word_perplexity']:>14,.1f}"
-                f"{of['bits_per_byte']:>11.4f}{accuracy}"
-            )
-    return [*lines, ""]
+            last = f"{100 * of['accuracy']:.1f} %" if "accuracy" in of else ""
+            last = f"at most, +- {of['standard_error']:.4f}" if mode == "elbo" else last
+            numbers = (f"{of['loss']:.4f}", f"{of['perplexity']:,.2f}", f"{of['word_perplexity']:,.1f}")
+            rows.append([mode, *numbers, f"{of['bits_per_byte']:.4f}", last])
+    return [f"{path}: {count(found['documents'], 'document')}, {', '.join(sizes)}", *aligned(rows), ""]
 
 
 if __name__ == "__main__":

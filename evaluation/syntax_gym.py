@@ -29,6 +29,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from data.cli import Parser
+from data.wording import aligned, interval_text
 from evaluation.generation import run
 from evaluation.minimal_pairs import as_json
 from evaluation.pair_accuracy import accuracy, chosen_modes, in_modes, mean_accuracy, objectives, read_text
@@ -84,13 +85,12 @@ def evaluate(options: argparse.Namespace) -> None:
     model = load_for_scoring(options)
     values = score(model, suites, modes)
     found: dict[str, Any] = {"suites": {}}
-    width = max(len(suite.name) for suite in suites)
-    print(" " * width + "".join(f"  {mode:>20}" for mode in modes))
+    rows = [["", *modes]]
     for suite, of in zip(suites, values, strict=True):
         found["suites"][suite.name] = entry = {mode: results(suite, of[mode]) for mode in modes}
-        means = (100 * np.array([entry[mode]["mean"][key] for key in ("accuracy", "low", "high")]) for mode in modes)
-        cells = (f"  {f'{value:.1f} [{low:.1f}, {high:.1f}]':>20}" for value, low, high in means)
-        print(f"{suite.name:<{width}}{''.join(cells)}")
+        means = ((100 * entry[mode]["mean"][key] for key in ("accuracy", "low", "high")) for mode in modes)
+        rows.append([suite.name, *(interval_text(*mean) for mean in means)])
+    print("\n".join(aligned(rows)))
     write_results(options, found)
 
 
