@@ -58,11 +58,16 @@ class JobOptions:
     array_parallelism: int = 0
     log_folder: str = ""
     snapshot: bool = True
+    requeue_on_crash: bool = False
+    least_nodes: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("tasks_per_node", 0), ("cpus_per_task", 0)):
-            if getattr(self, name) < least:
-                raise LaunchError(f"--{name} is {getattr(self, name)}; it must be at least {least}")
+        least = {"nodes": 1, "gpus_per_node": 0, "tasks_per_node": 0, "cpus_per_task": 0, "least_nodes": 0}
+        for name, limit in least.items():
+            if getattr(self, name) < limit:
+                raise LaunchError(f"--{name} is {getattr(self, name)}; it must be at least {limit}")
+        if self.least_nodes and not self.requeue_on_crash:
+            raise LaunchError(f"--least_nodes is {self.least_nodes} without --requeue_on_crash; give both")
         if self.signal_delay < 1 or self.array_parallelism < 0:
             raise LaunchError("--signal_delay must be at least 1 and --array_parallelism at least 0")
         if self.time:
@@ -76,7 +81,7 @@ class JobOptions:
 
     def extra(self) -> dict[str, Any]:
         """--sbatch as submitit's additional_parameters. Raises LaunchError."""
-        found: dict[str, Any] = {"requeue": True}
+        found: dict[str, Any] = {"requeue": True, **({"no_kill": True} if self.least_nodes else {})}
         for text in self.sbatch:
             key, equals, value = text.lstrip("-").partition("=")
             key = key.strip().replace("-", "_")
@@ -88,8 +93,9 @@ class JobOptions:
         return found
 
 
-def setup_lines(options: JobOptions, code: Path, has_site_file: bool) -> list[str]:
-    """Shell lines before srun: the site's, the user's, and what makes `import training` mean the code in `code`."""
+def setup_lines(options: JobOptions, folder: Path, code: Path, has_site_file: bool, restarts: bool) -> list[str]:
+    """Shell lines before srun: the site's, the user's, and what makes `import training` mean the code in `code`; with
+    `restarts` srun starts the ranks again where it can, as in train.sbatch."""
     site = [
         f". {shlex.quote(str(code / SITE_FILE))}",
         "if declare -F site_setup >/dev/null; then site_setup || exit 2; fi",
@@ -98,7 +104,8 @@ def setup_lines(options: JobOptions, code: Path, has_site_file: bool) -> list[st
         "trap : TERM USR1 USR2  # the ranks save; this script outlives them to say how it ended",
         *(site if has_site_file else []),
         *options.setup,
-        'srun() { command srun "${SRUN_OPTIONS[@]:---cpu-bind=cores}" "$@"; }',
+        *(_restart_lines(options, folder, code) if restarts else ()),
+        f'srun() {{ {"run_ranks" if restarts else "command srun"} "${{SRUN_OPTIONS[@]:---cpu-bind=cores}}" "$@"; }}',
         'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"',
         f'export PYTHONPATH={shlex.quote(str(code))}"${{PYTHONPATH:+:$PYTHONPATH}}"',
         f"cd {shlex.quote(str(code))}  # python -m looks here first",
@@ -110,22 +117,22 @@ def flags_file(folder: Path, task: int | str) -> Path:
     return folder / f"flags_{task}"
 
 
-def teardown_lines(folder: Path, code: Path) -> list[str]:
-    """Shell lines after srun: slurm/requeue.py, as in train.sbatch, does what the ranks could not."""
+def _restart_lines(options: JobOptions, folder: Path, code: Path) -> list[str]:
     flags = f'{shlex.quote(str(flags_file(folder, "")))}"${{SLURM_ARRAY_TASK_ID:-0}}"'
+    wanted = {"REQUEUE_ON_CRASH": int(options.requeue_on_crash), "LEAST_NODES": options.least_nodes}
     return [
-        "code=$?",
+        *(f"{name}={value}" for name, value in wanted.items() if value),
+        f"SUITE={shlex.quote(str(code))} host_python={shlex.quote(sys.executable)}",
         f"mapfile -d '' -t flags <{flags}",
-        "export REQUEUE_ON_CRASH=${REQUEUE_ON_CRASH:-0}",
-        f"exec {shlex.quote(sys.executable)} {shlex.quote(str(code / 'slurm' / 'requeue.py'))} --exit_code $code "
-        '-- "${flags[@]}"',
+        '. "$SUITE/slurm/ranks.sh"',
     ]
 
 
 def submitit_parameters(
-    options: JobOptions, name: str, folder: Path, code: Path, has_site_file: bool, tasks: int
+    options: JobOptions, name: str, folder: Path, code: Path, has_site_file: bool, tasks: int, restarts: bool
 ) -> dict[str, Any]:
-    """submitit's parameters. None leaves an option to SLURM, or drops one that submitit would set."""
+    """submitit's parameters. None leaves an option to SLURM, or drops one that submitit would set. restarts: whether
+    the job script starts ranks again, or requeues the job, where these could not."""
     # Since SLURM 22.05, srun does not take over the batch job's --cpus-per-task.
     cpus = [f"--cpus-per-task={options.cpus_per_task}"] if options.cpus_per_task else []
     return {
@@ -144,9 +151,8 @@ def submitit_parameters(
         "array_parallelism": options.array_parallelism or tasks,
         "wckey": None,  # submitit's default, "submitit", is refused where a site keeps a list of them
         "stderr_to_stdout": True,  # one log a rank
-        "setup": setup_lines(options, code, has_site_file),
-        "teardown": teardown_lines(folder, code),
-        "srun_args": ["--kill-on-bad-exit=1", "--wait=0", *cpus],
+        "setup": setup_lines(options, folder, code, has_site_file, restarts),
+        "srun_args": ["--kill-on-bad-exit=1", "--wait=0", "--open-mode=append", *cpus],
         "additional_parameters": options.extra(),
     }
 

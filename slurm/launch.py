@@ -158,11 +158,6 @@ def _plan(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis], f
     return plan_grid(arguments, axes, Path.cwd())
 
 
-def _parameters(options: JobOptions, finetune: bool, *others: Any) -> dict[str, Any]:
-    """submitit's, which itself requeues a job of fine-tuning."""
-    return submitit_parameters(options, *others) | ({"teardown": None} if finetune else {})
-
-
 def _submit(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis], finetune: bool = False) -> Job:
     submitit = _submitit()
     from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -185,7 +180,8 @@ def _submit(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis],
             flags_file(folder, task.index).write_text(content, encoding="utf-8")
         executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=_MANY, python=PYTHON)
         has_site_file = (code / SITE_FILE).is_file()
-        executor.update_parameters(**_parameters(options, finetune, name, folder, code, has_site_file, len(tasks)))
+        given = (options, name, folder, code, has_site_file, len(tasks), not finetune)
+        executor.update_parameters(**submitit_parameters(*given))
         here = os.getcwd()
         with clean_environment(), executor.batch():
             submitted = [
@@ -260,7 +256,8 @@ def _dry_run(arguments: Sequence[str], options: JobOptions, axes: Sequence[Axis]
     name = base_name(tasks, axes)
     folder = _job_folders(options, tasks) / f"{name}-DATE-TIME"
     code = folder / "code" if options.snapshot else _ROOT
-    parameters = _parameters(options, finetune, name, folder, code, (_ROOT / SITE_FILE).is_file(), len(tasks))
+    has_site_file = (_ROOT / SITE_FILE).is_file()
+    parameters = submitit_parameters(options, name, folder, code, has_site_file, len(tasks), not finetune)
     count = {"map_count": len(tasks)} if len(tasks) > 1 else {}
     command = f"{PYTHON} -u -m submitit.core._submit {shlex.quote(str(folder))}"
     print(_make_sbatch_string(command=command, folder=folder, **count, **parameters))
@@ -360,6 +357,10 @@ def _parser() -> Parser:
     text = "seconds before the limit at which SLURM signals the ranks, which save and requeue (default: 120)"
     job.add_argument("--signal_delay", type=int, metavar="S", help=text)
     job.add_argument("--job_name", metavar="NAME", help="name in the queue (default: the run's)")
+    text = "start again, in the allocation where possible, after hardware or network failed (see slurm/README.md)"
+    job.add_argument("--requeue_on_crash", action="store_true", help=text)
+    text = "with it: at once without nodes that died, as long as N are left (default: 0, SLURM finds others)"
+    job.add_argument("--least_nodes", type=int, metavar="N", help=text)
     text = "any other option of sbatch, such as mail-type=END, exclusive or reservation=R; repeatable"
     job.add_argument("--sbatch", action="append", metavar="KEY[=VALUE]", help=text)
     text = "shell line before the ranks start, such as 'module load cuda'; repeatable, after slurm/site.env"

@@ -17,6 +17,7 @@ from helpers.tiny_runs import ROOT, flags, make_inputs
 
 import train_single_gpu
 from data.shards import ShardError
+from slurm import requeue
 from slurm.requeue import START_AGAIN, finish
 from training import preemption
 from training.checkpoint import CheckpointError, SaveError
@@ -37,7 +38,7 @@ from training.errors import (
 )
 from training.preemption import RestartRefused
 from training.sinks import BackgroundSink, Sink
-from training.status import RUNNING, StatusFile, read_status, record_failure
+from training.status import RUNNING, StatusFile, begin_attempt, read_status, record_failure
 
 HERE = socket.gethostname()
 
@@ -225,7 +226,7 @@ def test_ranks_start_again_where_the_allocation_goes_on(tmp_path, monkeypatch, s
     ("blamed", "takes_steps", "stays"), [(["node2"], True, True), (["node3"], True, False), ([], False, False)]
 )
 def test_host_at_fault_is_left_the_second_time(tmp_path, monkeypatch, blamed, takes_steps, stays):
-    monkeypatch.setattr(preemption, "takes_steps", lambda _host: takes_steps)
+    monkeypatch.setattr(requeue, "takes_steps", lambda _host: takes_steps)
     monkeypatch.setattr(preemption, "query_job", lambda _job: preemption.JobStatus("RUNNING", 3600, 0))
     monkeypatch.setattr(preemption, "plan_exclusion", lambda *_: (["node3"], "without node3"))
     monkeypatch.setattr(preemption, "requeue", lambda *_: (preemption.REQUEUED, ""))
@@ -238,6 +239,39 @@ def test_host_at_fault_is_left_the_second_time(tmp_path, monkeypatch, blamed, ta
     code, said = finish(config, environment, 75, requeue_on_crash=True, can_start=True)
     assert code == (START_AGAIN if stays else 0)
     assert ("without node3" in said) == (not stays)
+
+
+def test_nodes_that_died_are_left_out_while_enough_are_left(tmp_path, monkeypatch):
+    dead: set[str] = set()
+    monkeypatch.setattr(requeue, "takes_steps", lambda host, seconds=0.0: host not in dead)
+    monkeypatch.setattr(preemption, "query_job", lambda _job: preemption.JobStatus("RUNNING", 3600, 0))
+    monkeypatch.setattr(preemption, "plan_exclusion", lambda _job, host, _blamed: ([host], f"without {host}"))
+    monkeypatch.setattr(preemption, "requeue", lambda *_: (preemption.REQUEUED, ""))
+    monkeypatch.setattr(preemption, "exclude_nodes", lambda *_: "")
+    variables = {"SLURM_JOB_NODELIST": "node[1-4]", "SLURM_TASKS_PER_NODE": "2(x3),1", "LEAST_NODES": "2"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = TrainingConfig(train_path="-", config_file="-", tokenizer_path="-", name="run", output_dir=str(tmp_path))
+    config.run_folder.mkdir()
+    place, found = tmp_path / "place", []
+    place.touch()
+    for restart, dies in enumerate([{"node3"}, set[str](), {"node4"}, {"node2"}]):
+        dead |= dies
+        environment = Environment("slurm", job_id="77", restart_count=restart)
+        begin_attempt(config.run_folder, environment, restart)
+        (config.run_folder / "checkpoints" / f"step_{restart + 1:08}").mkdir(parents=True)
+        record_failure(config.run_folder, environment, "connection lost", secondary=True, kind=HARDWARE.name)
+        code, said = finish(config, environment, 75, requeue_on_crash=True, can_start=True, place=place)
+        found.append((code, said.rpartition("connection lost; ")[2], place.read_text().split()))
+    first = ["--nodes=3", "--ntasks=5", "--exclude=node3", "--overlap"]
+    second = ["--nodes=2", "--ntasks=4", "--exclude=node3,node4", "--overlap"]
+    again = "job 77 starts again in its allocation"
+    assert found == [
+        (START_AGAIN, f"{again} without node3", first),
+        (START_AGAIN, again, first),
+        (START_AGAIN, f"{again} without node4", second),
+        (0, "SLURM starts job 77 again without node2", second),
+    ]
 
 
 _NODES = "".join(f"node{number}|{'down*' if number == 4 else 'mixed'}|gpu:4\n" for number in (1, 2, 3, 4))

@@ -68,8 +68,8 @@ def test_dry_run_prints_all_and_writes_nothing(tmp_path, monkeypatch, capsys):
         "nothing was submitted (--dry_run)",
     ):
         assert f"\n{line}\n" in shown
-    assert "--kill-on-bad-exit=1 --wait=0 --cpus-per-task=8 " in shown
-    assert "/slurm/requeue.py --exit_code $code -- " in shown
+    assert "--kill-on-bad-exit=1 --wait=0 --open-mode=append --cpus-per-task=8 " in shown
+    assert '\n. "$SUITE/slurm/ranks.sh"\n' in shown
     assert "wckey" not in shown
     assert f"note: --config_file {tmp_path}/model.json cannot be seen from here" in shown
     assert not list(tmp_path.iterdir())

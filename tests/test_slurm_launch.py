@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -84,14 +86,22 @@ def check_same(alone: Path, other: Path) -> None:
             assert b[key] == pytest.approx(a[key], rel=1e-5), (a["step"], key)
 
 
-def test_four_ranks_on_one_node_followed_to_the_end(cluster, monkeypatch, reference: Reference):
+def test_four_ranks_on_one_node_start_again_in_place(cluster, monkeypatch, reference: Reference):
+    """One is killed: SLURM does not hear of it, and the job is followed to its end as the same run."""
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     runs = cluster.folder / "runs"
     training = flags(reference.inputs, runs, "four", max_steps=STEPS, validate_every=0, save_every=0)
-    options = ["--tasks_per_node", 4, "--cpus_per_task", 1, "--time", 20, "--no-snapshot", "--follow"]
+    options = ["--tasks_per_node", 4, "--cpus_per_task", 1, "--time", 20, "--no-snapshot", "--requeue_on_crash"]
     done = launch(cluster, *options, "--", *training)
+    assert done.returncode == 0, done.stderr
+    number = re.search(r"submitted job (\d+): one run of 4 ranks\n", done.stdout)[1]
+    metrics = runs / "four" / "metrics.jsonl"
+    cluster.wait_for(lambda: metrics.exists() and training_lines(runs / "four"), 120, "the first steps")
+    os.kill(cluster.pids(number)[1], signal.SIGKILL)
+    done = launch(cluster, "--status", re.search(r"--status (\S+)", done.stdout)[1], "--follow")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "submitted job" in done.stdout
+    assert f"; job {number} starts again in its allocation\n" in done.stdout
+    assert cluster.job(number)["Restarts"] == "0"
     check_same(reference.run, runs / "four")
 
 

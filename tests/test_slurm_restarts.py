@@ -74,16 +74,17 @@ def test_preempted_signalled_and_requeued_by_hand(jobs, background, cluster):
     assert set(cluster.job(broken)["ExcNodeList"].split(",")) == {"node1", "node4", was_on}
 
 
-def test_node_goes_down(jobs, background, cluster):
-    job_id = jobs.submit("down", "--nodes=2", "--ntasks-per-node=1", env={"TEST_STEP_SECONDS": "0.4"}, save_every=4)
-    jobs.wait_for_step(job_id, "down", 6)
-    before = cluster.hosts(job_id)
-    downed = next(host for host in before if host != "node2")  # where the background jobs are
-    cluster.down(downed)
-    jobs.check("down", job_id, launches=2)
-    after = cluster.hosts(job_id)
-    assert len(after) == 2
-    assert downed not in after
+def test_node_dies_and_the_other_goes_on(jobs, background, cluster):
+    """A node's daemon and rank are gone: the run goes on without, in the allocation, whether SLURM knows it or not."""
+    options = ("--nodes=2", "--ntasks-per-node=1", "-wnode3,node4", "--no-kill")
+    script, slow = ("--requeue_on_crash", "--least_nodes", "1"), {"TEST_STEP_SECONDS": "0.4"}
+    job_id = jobs.submit("left", *options, script=script, env=slow, save_every=4)
+    jobs.wait_for_step(job_id, "left", 6)
+    cluster.kill_node("node4", tasks=True)
+    output = jobs.check("left", job_id, launches=2)
+    assert f"job {job_id} starts again in its allocation without node4\n" in output
+    assert [launch["world_size"] for launch in jobs.launches("left")] == [2, 1]
+    assert cluster.job(job_id)["Restarts"] == "0"
 
 
 def test_time_limits(jobs, background, cluster):

@@ -352,6 +352,15 @@ def _array_tasks(text: str) -> list[str]:
     return found
 
 
+def end_steps(job_id: str) -> None:
+    """Kill what runs of a job beside its script, where SLURM reaches it."""
+    with contextlib.suppress(SlurmUnreachable):
+        steps = _query("squeue", "--noheader", "--steps", "--jobs", job_id, "--format=%i").split()
+        for step in steps:
+            if step.rpartition(".")[2].isdigit():
+                _run("scancel", "--signal=KILL", step)
+
+
 # Excluded nodes
 
 _USABLE = ("idle", "mixed", "allocated", "completing", "planned")  # as in sinfo; * is silent, $ in maintenance
@@ -390,11 +399,11 @@ def plan_exclusion(job_id: str, host: str, blamed: Collection[str]) -> tuple[lis
     return [], f"{node} is not excluded: too few nodes like it would be left for a job of {needed}"
 
 
-def takes_steps(host: str) -> bool:
-    """Whether SLURM can start a process on this host of the allocation that this process is in."""
+def takes_steps(host: str, seconds: float = _STEP_SECONDS) -> bool:
+    """Whether SLURM can start a process on this host of the allocation that this process is in, so soon."""
     command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={_short(host)}", "true"]
     try:
-        return subprocess.run(command, capture_output=True, timeout=_STEP_SECONDS, check=False).returncode == 0
+        return subprocess.run(command, capture_output=True, timeout=seconds, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
 

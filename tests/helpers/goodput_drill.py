@@ -1,8 +1,9 @@
 """What a fault costs on a real SLURM: drills with two ranks on two nodes, and useful time with one every 15 minutes.
 
-    python tests/helpers/goodput_drill.py [--cases crash hang node] [--output FILE]
+    python tests/helpers/goodput_drill.py [--cases crash hang node left] [--output FILE]
 
-Each case breaks a run of slurm/train.sbatch that saves every few seconds: a rank is killed, stopped, or its node dies.
+Each case breaks a run of slurm/train.sbatch that saves every few seconds: a rank is killed, stopped, or its node dies,
+and SLURM starts the job again, or (left) the other node goes on alone at once.
 Seconds from the fault: until the ranks have ended, until they start again, until the first new step; and the work that
 was lost with what was not saved. As root: it starts a SLURM of its own.
 """
@@ -29,18 +30,22 @@ from helpers.tiny_runs import training_lines  # noqa: E402 - after the path
 
 EVERY = 900.0  # seconds between faults
 STEP_SECONDS = 0.3
+_CASES = ["crash", "hang", "left", "node"]
 
 
 def drill(case: str, cluster: Cluster, jobs: Jobs) -> dict[str, float]:
     """The parts of one fault, in seconds."""
     flags = {"max_steps": 100000, "validate_every": 0, "save_minutes": 0.1, "heartbeat_timeout": 10.0}
-    options = ("--nodes=2", "--ntasks-per-node=1", "-wnode1,node2" if case != "node" else "--exclude=node1")
+    dies = case in ("node", "left")
+    options = ("--nodes=2", "--ntasks-per-node=1", "--exclude=node1" if dies else "-wnode1,node2")
     variables, retry = {"TEST_STEP_SECONDS": str(STEP_SECONDS)}, ("--requeue_on_crash",)
+    if case == "left":
+        options, retry = (*options, "--no-kill"), (*retry, "--least_nodes=1")
     job_id = jobs.submit(case, *options, script=retry, env=variables, batch_reduction=1, length_milestones="", **flags)
     jobs.wait_for_step(job_id, case, 40)
     lines, pids = training_lines(jobs.runs / case), cluster.pids(job_id)
     fault, done = time.time(), lines[-1]["step"]
-    if case == "node":
+    if dies:
         cluster.kill_node(cluster.hosts(job_id)[1], tasks=True)
     else:
         os.kill(pids[1], signal.SIGKILL if case == "crash" else signal.SIGSTOP)
@@ -69,7 +74,7 @@ def drill(case: str, cluster: Cluster, jobs: Jobs) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=["crash", "hang", "node"], choices=["crash", "hang", "node"])
+    parser.add_argument("--cases", nargs="+", default=_CASES, choices=_CASES)
     parser.add_argument("--output", default="", metavar="FILE", help="write the results here as JSON")
     options = parser.parse_args()
     results = {}
