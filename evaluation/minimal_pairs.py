@@ -197,9 +197,8 @@ def table(name: str, found: dict[str, Any]) -> list[str]:
     """A set's results as lines: percentages with 95 % intervals, one column per mode."""
     modes = found["modes"]
     first, entries = next(iter(modes.values())), modes.values()
-    heads = [
-        mode if entry["temperature"] == 1 else f"{mode}, T={entry['temperature']:g}" for mode, entry in modes.items()
-    ]
+    temperatures = {mode: entry["temperature"] for mode, entry in modes.items()}
+    heads = [mode if t == 1 else f"{mode}, T={t:g}" for mode, t in temperatures.items()]
     rows = [["", *heads, "pairs"], _row("mean of files", [entry["mean"] for entry in entries])]
     if "pairs_for_temperature" in found:
         rows.append(_row("  at temperature 1", [entry["mean_at_temperature_1"] for entry in entries]))
@@ -220,7 +219,7 @@ def table(name: str, found: dict[str, Any]) -> list[str]:
 
 
 def _row(label: str, cells: Sequence[dict[str, float]]) -> list[str]:
-    percent = [interval_text(*(100 * cell[key] for key in ("accuracy", "low", "high"))) for cell in cells]
+    percent = [interval_text(100 * cell["accuracy"], 100 * cell["low"], 100 * cell["high"]) for cell in cells]
     return [label, *percent, f"{cells[0]['pairs']:,}"]
 
 
