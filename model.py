@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from model_config import MODEL_CLASSES, ModelConfig
 from model_config import ModelConfigError as ModelConfigError
-from model_layers import EMBEDDING_SITE, HEAD_SITE, Encoder, optional_norm
+from model_layers import EMBEDDING_SITE, HEAD_SITE, Encoder, TokenDropout, optional_norm
 from model_protocol import PretrainingModel
 from ops.attention import AttentionMetadata, choose_relative_metadata, query_dtype
 from ops.dropout import DropoutKeys, DropoutStates, drop_tokens, dropout_states, random_keys
@@ -36,6 +36,7 @@ class Embedding(nn.Module):
         if config.embedding_size != config.hidden_size:  # factorised, as in ALBERT (Lan et al., 2020)
             self.projection = nn.Linear(config.embedding_size, config.hidden_size, bias=False)
         self.word_layer_norm = optional_norm(config, config.hidden_size, config.embedding_norm)
+        self.dropout = TokenDropout(config.hidden_dropout_prob, EMBEDDING_SITE)
         if config.position_embedding == "relative":
             slots = 2 * config.position_bucket_size - 1
             self.relative_embedding = nn.Parameter(torch.empty(slots, config.hidden_size))
@@ -46,7 +47,7 @@ class Embedding(nn.Module):
         words = self.word_embedding(input_ids)
         if self.config.embedding_size != self.config.hidden_size:
             words = self.projection(words)
-        words = drop_tokens(self.word_layer_norm(words), self.config.hidden_dropout_prob, states, EMBEDDING_SITE)
+        words = self.dropout(self.word_layer_norm(words), states)
         if self.config.position_embedding == "rope":
             return words, None
         return words, self.relative_layer_norm(self.relative_embedding)
@@ -178,8 +179,9 @@ class LTGBert(PretrainingModel):
         return list(dict.fromkeys([*early, *self.parameters()]))
 
     def compiled_parts(self) -> Iterable[nn.Module]:
-        """Every sublayer, and the head."""
-        return *self.transformer.attention_layers, *self.transformer.mlp_layers, self.classifier
+        """Every sublayer, the head, and the dropout of embedded words."""
+        dropout = [self.embedding.dropout] if self.config.hidden_dropout_prob else []
+        return *self.transformer.attention_layers, *self.transformer.mlp_layers, self.classifier, *dropout
 
     def encode(
         self, input_ids: Tensor, document_ids: Tensor, causal: bool | Tensor, dropout: DropoutKeys | None = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from model import LTGBert
 from model_config import MODEL_CLASSES, ModelConfig
-from model_layers import Attention, Encoder
+from model_layers import Attention, Encoder, linear_of_norm
 from model_protocol import PretrainingModel
 
 
@@ -23,7 +23,7 @@ class GatedAttention(Attention):
 
     def value_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         queries, keys = self.widths
-        value, gate = self.in_proj_vg(x).split((keys, queries), dim=-1)
+        value, gate = linear_of_norm(self.in_proj_vg, self.input_layer_norm, x).split((keys, queries), dim=-1)
         return value, gate
 
 

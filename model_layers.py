@@ -5,8 +5,7 @@ Parameters have the names of LTG-BERT's published code. What comes before and af
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 
 from model_config import ModelConfig
 from ops.attention import AttentionMetadata, attend
-from ops.dropout import DropoutStates, dropout, head_keys, token_keys
-from ops.gated_norm import REFERENCE, GatedNorm, choose_gated_norm
+from ops.dropout import DropoutStates, drop_tokens, dropout, head_keys, token_keys
+from ops.gated_norm import ACTIVATIONS, REFERENCE, GatedNorm, choose_gated_norm
 from ops.residual import FusedResidualStream, ResidualStream, residual_stream
 
 # Sites of dropout (ops/dropout.py): two of the whole model, then four of each layer.
@@ -24,12 +23,6 @@ EMBEDDING_SITE, HEAD_SITE, _FIRST_LAYER_SITE = 0, 1, 2
 _RELATIVE, _PROBABILITIES, _ATTENTION_OUTPUT, _FEED_FORWARD, _SITES_PER_LAYER = range(5)
 
 _GELU_FORMS = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-    "relu2": lambda x: F.relu(x).square(),  # So et al. (2021)
-}
 
 
 class Norm(nn.Module):
@@ -54,19 +47,52 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 class InputNorm(Norm):
-    """Norm of a sublayer's input: what the residual stream, which does plain layer norm itself, has left of it."""
+    """Norm of a sublayer's input: what the residual stream, which does plain layer norm itself, has left of it.
+
+    In training mode its weights are left to `linear`, which multiplies them into a matrix: that is an operation on
+    [out, in] numbers instead of [tokens, in], forwards and backwards.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] as `ResidualStream.normalised` gives it -> the normalised input."""
+        """x [..., D] as `ResidualStream.normalised` gives it -> the normalised input, in training mode unweighted."""
         if self.rms:
-            return super().forward(x)
+            return F.rms_norm(at_least_float32(x), self.shape, None if self.training else self.weight, self.eps)
+        if self.training:
+            return x
         x = x if self.weight is None else x * self.weight
         return x if self.bias is None else x + self.bias
+
+    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """`layer` of what `forward` gives, [..., D]."""
+        weight, bias = layer.weight, layer.bias
+        if self.training and self.bias is not None:
+            shift = (weight * self.bias).sum(1)
+            bias = shift if bias is None else bias + shift
+        if self.training and self.weight is not None:
+            weight = weight * self.weight
+        return F.linear(x, weight, bias)
+
+
+def linear_of_norm(layer: nn.Module, norm: nn.Module | None, x: Tensor) -> Tensor:
+    """A linear layer of x, which is the output of `norm` where that is an InputNorm."""
+    return norm.linear(layer, x) if isinstance(norm, InputNorm) and isinstance(layer, nn.Linear) else layer(x)
 
 
 def optional_norm(config: ModelConfig, width: int, wanted: bool, kind: type[Norm] = Norm) -> nn.Module:
     """The configuration's norm, or what does nothing."""
     return kind(config, width) if wanted else nn.Identity()
+
+
+class TokenDropout(nn.Module):
+    """Dropout of tokens at one site; a module, so that it can be compiled into one kernel."""
+
+    def __init__(self, p: float, site: int) -> None:
+        super().__init__()
+        self.p, self.site = p, site
+
+    def forward(self, x: Tensor, states: DropoutStates | None) -> Tensor:
+        """[B, T, D] -> the same."""
+        return drop_tokens(x, self.p, states, self.site)
 
 
 class Sublayer(nn.Module):
@@ -115,10 +141,11 @@ class Attention(Sublayer):
         """Create what `value_and_gate` uses."""
         self.in_proj_v = nn.Linear(self.config.hidden_size, self.widths[1], self.config.attention_bias)
 
-    def queries_and_keys(self, x: Tensor) -> Tensor:
-        """Queries above keys [..., H + K, d] of x [..., D]: the normalised input, or the position table."""
+    def queries_and_keys(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """Queries above keys [..., H + K, d] of x [..., D]: the normalised input, with its norm, or the position
+        table."""
         config = self.config
-        pair = self.in_proj_qk(x).unflatten(-1, (-1, config.head_dim))
+        pair = linear_of_norm(self.in_proj_qk, norm, x).unflatten(-1, (-1, config.head_dim))
         if not config.qk_norm:
             return pair
         query, key = at_least_float32(pair).split((config.num_attention_heads, config.num_key_value_heads), dim=-2)
@@ -126,7 +153,7 @@ class Attention(Sublayer):
 
     def value_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Values [B, T, K d], and what gates the context (before GELU) [B, T, H d] or None, of the normalised input."""
-        return self.in_proj_v(x), None
+        return linear_of_norm(self.in_proj_v, self.input_layer_norm, x), None
 
     def output(self, context: Tensor, gate: Tensor | None, gated_norm: GatedNorm = REFERENCE) -> Tensor:
         """Context [B, T, H d] and gate, as `value_and_gate` returns it, -> the sublayer's output [B, T, D]."""
@@ -153,7 +180,7 @@ class Attention(Sublayer):
         """
         config, p = self.config, self.config.attention_probs_dropout_prob
         x = self.input_layer_norm(x)
-        query_key = self.queries_and_keys(x)  # [B, T, H + K, d]
+        query_key = self.queries_and_keys(x, self.input_layer_norm)  # [B, T, H + K, d]
         value, gate = self.value_and_gate(x)
         value = value.unflatten(-1, (-1, config.head_dim))
         keys = columns = query_key_pos = None
@@ -182,13 +209,13 @@ class FeedForward(Sublayer):
     def forward(self, x: Tensor, gated_norm: GatedNorm = REFERENCE) -> Tensor:
         """The output before dropout [B, T, D] for x [B, T, D] as the residual stream gives it."""
         config = self.config
-        inner = self.mlp["1"](self.input_layer_norm(x))  # [B, T, 2 F], value and gate side by side; [B, T, F]
+        x = self.input_layer_norm(x)
+        inner = linear_of_norm(self.mlp["1"], self.input_layer_norm, x)  # [B, T, 2 F], value beside gate; [B, T, F]
         if config.has_gated_norm:
             inner = gated_norm.paired(inner, config.layer_norm_eps, _GELU_FORMS[config.hidden_act])
         else:
-            value, gate = inner.chunk(2, dim=-1) if config.gated_mlp else (None, inner)
-            inner = _ACTIVATIONS[config.hidden_act](gate)
-            inner = self.inner_layer_norm(inner if value is None else value * inner)
+            of_pair, of_gate = gated_norm.plain, ACTIVATIONS[config.hidden_act]
+            inner = self.inner_layer_norm(of_pair(inner, config.hidden_act) if config.gated_mlp else of_gate(inner))
         return self.output_layer_norm(self.mlp["4"](inner))
 
 

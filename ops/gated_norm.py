@@ -1,10 +1,11 @@
 """Layer norm of a gated value, layer_norm(value * gelu(gate)) without weights: the reference and the choice of kernels.
 
 A feed-forward sublayer (GEGLU; Shazeer, 2020, with NormFormer's norm) and GPT-BERT's gated attention both have it
-between two matrix products. The CUDA kernels are in ops/gated_norm_cuda.py.
+between two matrix products, other GLUs value * activation(gate) alone. The CUDA kernels are in ops/gated_norm_cuda.py.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops import gated_norm_cuda
-from ops.gated_norm_cuda import fused_gated_norm, fused_gated_pair_norm
+from ops.gated_norm_cuda import fused_gated_norm, fused_gated_pair, fused_gated_pair_norm
 from ops.reference import reference_chosen
 
 
@@ -27,15 +28,30 @@ def gated_pair_norm(pair: Tensor, eps: float, approximate: str) -> Tensor:
     return gated_norm(value, gate, eps, approximate)
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "relu2": lambda x: F.relu(x).square(),  # So et al. (2021)
+}
+
+
+def gated_pair(pair: Tensor, activation: str) -> Tensor:
+    """value * activation(gate) of both side by side, [..., 2 D] -> [..., D]; one of ACTIVATIONS."""
+    value, gate = pair.chunk(2, dim=-1)
+    return value * ACTIVATIONS[activation](gate)
+
+
 class GatedNorm(NamedTuple):
-    """An implementation: `separate` is called as `gated_norm`, `paired` as `gated_pair_norm`."""
+    """An implementation: `separate` is `gated_norm`, `paired` is `gated_pair_norm`, and `plain` is `gated_pair`."""
 
     separate: Callable[[Tensor, Tensor, float, str], Tensor]
     paired: Callable[[Tensor, float, str], Tensor]
+    plain: Callable[[Tensor, str], Tensor]
 
 
-REFERENCE = GatedNorm(gated_norm, gated_pair_norm)
-KERNEL = GatedNorm(fused_gated_norm, fused_gated_pair_norm)
+REFERENCE = GatedNorm(gated_norm, gated_pair_norm, gated_pair)
+KERNEL = GatedNorm(fused_gated_norm, fused_gated_pair_norm, fused_gated_pair)
 
 
 def choose_gated_norm(device: torch.device, width: int) -> GatedNorm:

@@ -1,4 +1,5 @@
-"""CUDA kernels of the gated layer norm, forward and backward; the reference is in ops/gated_norm.py.
+"""CUDA kernels of the gated layer norm and of GLUs without a norm, forward and backward; the reference is in
+ops/gated_norm.py.
 
 The source is ops/cuda/gated_norm.cu, compiled at run time by NVRTC (ops/nvrtc.py). The kernels read value and gate once
 and write the result, backwards likewise; they take bfloat16 and compute in float32. Deterministic, and nothing waits
@@ -20,6 +21,7 @@ from ops.nvrtc import Module, aligned
 
 _SOURCE = Path(__file__).parent / "cuda" / "gated_norm.cu"
 _FEATURES = 24  # of a row that a thread can hold
+_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu", "relu2")  # by their numbers in the source
 _WARPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 
 
@@ -31,6 +33,11 @@ def fused_gated_norm(value: Tensor, gate: Tensor, eps: float, approximate: str) 
 def fused_gated_pair_norm(pair: Tensor, eps: float, approximate: str) -> Tensor:
     """The same of value and gate side by side, [..., 2 D] -> [..., D]."""
     return _paired(pair.bfloat16(), eps, approximate == "tanh")[0]
+
+
+def fused_gated_pair(pair: Tensor, activation: str) -> Tensor:
+    """`gated_pair` in bfloat16, where `available` says so."""
+    return _plain(pair.bfloat16(), _ACTIVATIONS.index(activation))
 
 
 def obstacle(device: torch.device, width: int) -> str:
@@ -48,7 +55,7 @@ def available(device: torch.device, width: int) -> bool:
     """
     consequence = "gated layer norms run without their CUDA kernels, slower"
     return not obstacle(device, width) and nvrtc.loads(
-        lambda: _module(nvrtc.number_of(device), width, True), consequence
+        lambda: _module(nvrtc.number_of(device), width, 1, True), consequence
     )
 
 
@@ -62,8 +69,9 @@ def _warps(width: int) -> int:
 
 
 @cache
-def _module(device: int, width: int, tanh: bool) -> Module:
-    return Module(_SOURCE, [f"-DWIDTH={width}", f"-DWARPS={_warps(width)}", f"-DTANH={int(tanh)}"], device)
+def _module(device: int, width: int, activation: int, norm: bool) -> Module:
+    shape = [f"-DWIDTH={width}", f"-DWARPS={_warps(width)}"]
+    return Module(_SOURCE, [*shape, f"-DACTIVATION={activation}", f"-DNORM={int(norm)}"], device)
 
 
 # The custom operators: what autograd and torch.compile see. Each comes in two forms: value and gate by themselves, and
@@ -106,6 +114,35 @@ def _paired_backward(dout: Tensor, statistics: Tensor, pair: Tensor, eps: float,
     halves = {"value": value, "gate": gate, "dvalue": dvalue, "dgate": dgate}
     _launch("gated_norm_backward", tanh, **halves, dout=_dense(dout), statistics=statistics, eps=eps)
     return dpair
+
+
+@torch.library.custom_op("hybrid::gated_pair", mutates_args=(), device_types="cuda")
+def _plain(pair: Tensor, activation: int) -> Tensor:
+    """value * activation(gate) of both side by side [..., 2 D]."""
+    value, gate = _rows(pair).chunk(2, dim=-1)
+    out = _dense_like(pair.chunk(2, dim=-1)[0])
+    _launch("gated_norm_forward", activation, value=value, gate=gate, out=out, eps=None)
+    return out
+
+
+@torch.library.custom_op("hybrid::gated_pair_backward", mutates_args=(), device_types="cuda")
+def _plain_backward(dout: Tensor, pair: Tensor, activation: int) -> Tensor:
+    """Gradient of the pair, contiguous."""
+    dpair = _dense_like(pair)
+    (value, gate), (dvalue, dgate) = (_rows(x).chunk(2, dim=-1) for x in (pair, dpair))
+    halves = {"value": value, "gate": gate, "dvalue": dvalue, "dgate": dgate}
+    _launch("gated_norm_backward", activation, **halves, dout=_dense(dout), eps=None)
+    return dpair
+
+
+@_plain.register_fake
+def _(pair: Tensor, *_: Any) -> Tensor:
+    return _dense_like(pair.chunk(2, dim=-1)[0])
+
+
+@_plain_backward.register_fake
+def _(dout: Tensor, pair: Tensor, *_: Any) -> Tensor:
+    return _dense_like(pair)
 
 
 @_gated.register_fake
@@ -155,6 +192,16 @@ def _differentiate_pair(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tupl
     return _paired_backward(dout, *ctx.saved_tensors, ctx.eps, ctx.tanh), None, None
 
 
+def _save_pair(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    pair, ctx.activation = inputs
+    ctx.save_for_backward(pair)
+
+
+def _differentiate_plain(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    return _plain_backward(dout, *ctx.saved_tensors, ctx.activation), None
+
+
+_plain.register_autograd(_differentiate_plain, setup_context=_save_pair)
 _gated.register_autograd(_differentiate, setup_context=_save)
 _paired.register_autograd(_differentiate_pair, setup_context=_save)
 
@@ -184,8 +231,9 @@ def _dense(x: Tensor) -> Tensor:
     return aligned(x.reshape(-1, x.size(-1)))
 
 
-def _launch(name: str, tanh: bool, eps: float, **tensors: Tensor) -> None:
-    """Queue a kernel on the current stream of the tensors' device; tensors as `_rows` gives them.
+def _launch(name: str, activation: int, eps: float | None, **tensors: Tensor) -> None:
+    """Queue a kernel on the current stream of the tensors' device; tensors as `_rows` gives them. eps: None without
+    norm.
 
     Raises ValueError where the kernels would read what is not there.
     """
@@ -199,14 +247,14 @@ def _launch(name: str, tanh: bool, eps: float, **tensors: Tensor) -> None:
             )
     if not rows:
         return
-    params = _Params(rows=rows, eps=eps)
+    params = _Params(rows=rows, eps=eps or 0.0)
     for field, tensor in tensors.items():
         setattr(params, field, tensor.data_ptr())
         if field in ("value", "gate", "dvalue", "dgate"):
             setattr(params, f"{field}_stride", tensor.stride(-2))
     warps = _warps(width)
     per_block = 4 if warps == 1 else 1
-    module = _module(value.device.index, width, tanh)
+    module = _module(value.device.index, width, int(activation), eps is not None)
     with torch.cuda.device(value.device):
         stream = torch.cuda.current_stream().cuda_stream
         module.launch(name, -(-rows // per_block), 32 * warps * per_block, params, stream)

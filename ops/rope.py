@@ -2,14 +2,13 @@
 
 On a CPU, in float32, and inside torch.compile: PyTorch's scaled_dot_product_attention with a boolean mask, in blocks
 for long rows, so that memory is linear in T. On CUDA in bf16 or fp16 (sm_80 or later): variable-length flash attention,
-where documents are sequences of their own (flash-attn's kernels where it is installed, else those in
-torch.nn.attention.varlen). These kernels know nothing of counter-based dropout, so probabilities are never dropped.
+where documents are sequences of their own (flash-attn's kernels where it is installed, else PyTorch's build of them).
+These kernels know nothing of counter-based dropout, so probabilities are never dropped.
 
 Some layers may see a window only: |i - j| <= window, in causal rows the past half of it. They have frequencies of their
 own, and metadata of their own, which shares the documents with that of the others.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -125,16 +124,16 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str:
         return f"they need bfloat16 or float16 and queries are {str(dtype).removeprefix('torch.')}"
     if torch.version.hip is None and (problem := nvrtc.obstacle(device)):
         return problem
-    return "" if varlen_kernel() else "neither flash-attn nor torch.nn.attention.varlen is installed"
+    return "" if varlen_kernel() else "this PyTorch has no flash attention and flash-attn is not installed"
 
 
 def rope_attention(query: Tensor, key: Tensor, value: Tensor, metadata: RopeAttentionMetadata) -> Tensor:
-    """Context [B, T, H, d] of query [B, T, H, d], key and value [B, T, K, d], scores scaled by 1/sqrt(d); zero for
-    padding. Each key serves H / K queries."""
+    """Context [B, T, H, d] of query [B, T, H, d], key and value [B, T, K, d], scores scaled by 1/sqrt(d). Each key
+    serves H / K queries. Zero for padding, but with variable-length kernels, where it attends itself."""
     query, key = rotate(query, metadata.cos, metadata.sin), rotate(key, metadata.cos, metadata.sin)
     if metadata.varlen is not None and metadata.kernel is not None:
-        context = varlen_attention(query, key, value, metadata.varlen, metadata.kernel, metadata.window)
-    elif metadata.runs is not None:
+        return varlen_attention(query, key, value, metadata.varlen, metadata.kernel, metadata.window)
+    if metadata.runs is not None:
         context = _attention_in_blocks(query, key, value, metadata.runs, metadata.window)
     else:
         context = _masked_attention(query, key, value, metadata.allowed)
@@ -159,8 +158,10 @@ def _attention_in_blocks(
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [B, T, H, d] by its positions, feature i together with feature i + d/2; cos, sin [T, 1, d/2]."""
-    first, second = x.float().chunk(2, dim=-1)  # [B, T, H, d/2] each
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    pair = x.float().unflatten(-1, (2, -1))  # [B, T, H, 2, d/2]
+    signs = 2 * torch.arange(2, device=x.device)[:, None] - 1
+    # Not a concatenation of both halves, of which compiled code would compute each for every element.
+    return (pair * cos.unsqueeze(-2) + pair.flip(-2) * (sin.unsqueeze(-2) * signs)).flatten(-2).to(x.dtype)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -239,23 +240,61 @@ def varlen_kernel() -> VarlenKernel | None:
 
 
 def _torch_varlen_kernel() -> VarlenKernel | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
+    """PyTorch's own build of it, by the operators beneath torch.nn.attention.varlen, which since 2.11 know windows but
+    not everywhere that a key may serve several queries."""
+    if not torch.backends.cuda.is_flash_attention_available():
         return None
-    knows_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
     def torch_varlen(query, key, value, boundaries, longest, causal, window):
-        ends, options = (boundaries, boundaries, longest, longest), dict[str, Any]()
-        if key.size(1) != query.size(1) and knows_groups:
-            options["enable_gqa"] = True
-        else:
-            key, value = repeat_heads(key, query.size(1)), repeat_heads(value, query.size(1))
-        context = varlen_attn(query, key, value, *ends, window_size=_sides(causal, window), **options)
-        assert isinstance(context, Tensor)  # it is a tuple only where statistics are asked for
-        return context
+        return _flash(query, key, value, boundaries, longest, causal, *_sides(causal, window))[0]
 
     return torch_varlen
+
+
+@torch.library.custom_op("hybrid::varlen_attention", mutates_args=(), device_types="cuda")
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, causal: bool, before: int, after: int
+) -> tuple[Tensor, Tensor]:
+    """Context [tokens, H, d], and the logarithms of its denominators, float32 [H, tokens]."""
+    given = (query, key, value, boundaries, boundaries, longest, longest, 0.0, causal, False)
+    sides = {"window_size_left": before, "window_size_right": after}
+    context, logarithms, *_ = torch.ops.aten._flash_attention_forward(*given, **sides)
+    return context, logarithms
+
+
+@torch.library.custom_op("hybrid::varlen_attention_backward", mutates_args=(), device_types="cuda")
+def _flash_backward(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, context: Tensor, logarithms: Tensor,
+    longest: int, causal: bool, before: int, after: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of a generator, for dropout
+    given = (dout, query, key, value, context, logarithms, boundaries, boundaries, longest, longest, 0.0, causal)
+    sides = {"window_size_left": before, "window_size_right": after}
+    return torch.ops.aten._flash_attention_backward(*given, state, torch.empty(0, device=query.device), **sides)
+
+
+@_flash.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty((query.size(1), query.size(0)), dtype=torch.float32)
+
+
+@_flash_backward.register_fake
+def _(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, boundaries, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, boundaries, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    gradients = _flash_backward(dout.contiguous(), *ctx.saved_tensors, *ctx.options)
+    return *gradients, None, None, None, None, None
+
+
+_flash.register_autograd(_differentiate, setup_context=_save)
 
 
 def _sides(causal: bool, window: int | None) -> tuple[int, int]:

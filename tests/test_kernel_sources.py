@@ -20,7 +20,7 @@ struct uint2 { unsigned x, y; }; struct uint4 { unsigned x, y, z, w; }; struct f
 """
 _DEFINED = {
     attention_cuda: {"HEAD_DIM": 64, "DROPOUT": 1, "FORWARD_STAGES": 2, "BACKWARD_STAGES": 2},
-    gated_norm_cuda: {"WIDTH": 768, "WARPS": 3, "TANH": 0},
+    gated_norm_cuda: {"WIDTH": 768, "WARPS": 3, "ACTIVATION": 0, "NORM": 1},
     residual_cuda: {"WIDTH": 768, "SUBLAYERS": 24, "GROUP": 3, "THREADS": 64},
     cross_entropy_cuda: {},
     lamb_cuda: {},

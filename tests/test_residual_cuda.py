@@ -227,6 +227,21 @@ def test_gated_norm_kernels_match_reference(shape: tuple[int, ...], approximate:
 
 
 @gpu
+@pytest.mark.parametrize("activation", gated_norm.ACTIVATIONS)
+def test_kernels_of_glus_without_norm_match_reference(activation: str):
+    torch.manual_seed(0)
+    pair, dout = torch.randn(5, 7, 2 * 1152, device="cuda") * 3, torch.randn(5, 7, 1152, device="cuda").bfloat16()
+    results = []
+    for form, dtype in ((gated_norm.REFERENCE, torch.float64), (gated_norm.KERNEL, torch.bfloat16)):
+        leaf = pair.bfloat16().to(dtype).requires_grad_()
+        out = form.plain(leaf, activation)
+        out.backward(dout.to(dtype))
+        results.append((out.detach(), leaf.grad))
+    for mine in relative_error(results[1], results[0]):
+        assert mine < 3e-3
+
+
+@gpu
 def test_gated_norm_kernels_take_slices_and_no_rows():
     wide = torch.randn(3, 5, 3 * 256, device="cuda").bfloat16()
     value, gate = wide[..., 256:512], wide[..., 512:]

@@ -139,6 +139,8 @@ def test_shapes_are_what_they_are_written_out(name: str, causal: bool):
     logits = model(ids, torch.zeros_like(ids), causal)[0]
     torch.testing.assert_close(logits[:, :60], Reference(model, ids[0], causal).logits(), rtol=1e-4, atol=1e-5)
     assert (logits[:, 60:].softmax(-1).numel() == 0) or (logits.softmax(-1)[:, 60:] == 0).all()
+    trained = model.train()(ids, torch.zeros_like(ids), causal)[0]  # weights of norms are multiplied into matrices
+    torch.testing.assert_close(trained, logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("position_embedding", ["relative", "rope"])

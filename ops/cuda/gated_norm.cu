@@ -1,6 +1,7 @@
 // layer_norm(value * gelu(gate)) without affine weights, forward and backward, in one pass over memory each. Compiled at
-// run time by ops/gated_norm_cuda.py, which defines WIDTH (features of a row), WARPS (that share a row) and TANH
-// (1: gelu's tanh approximation, 0: gelu itself), and documents the arguments. Everything is computed in float32.
+// run time by ops/gated_norm_cuda.py, which defines WIDTH (features of a row), WARPS (that share a row), ACTIVATION
+// (0: gelu, 1: its tanh approximation, 2: silu, 3: the square of relu) and NORM (0: value * activation(gate) alone,
+// without statistics), and documents the arguments. Everything is computed in float32.
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -77,9 +78,15 @@ __device__ __forceinline__ float2 row_sum(float2 x) {
   return x;
 }
 
-// gelu(x) and its derivative.
-__device__ __forceinline__ float2 gelu(float x) {
-#if TANH
+// The activation of x and its derivative.
+__device__ __forceinline__ float2 activation(float x) {
+#if ACTIVATION == 3
+  const float positive = fmaxf(x, 0.0f);
+  return make_float2(positive * positive, 2.0f * positive);
+#elif ACTIVATION == 2
+  const float s = __fdividef(1.0f, 1.0f + __expf(-x));
+  return make_float2(x * s, s + x * s * (1.0f - s));
+#elif ACTIVATION == 1
   // tanh's form x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
   const float square = x * x;
   const float s = __fdividef(1.0f, 1.0f + __expf(-1.5957691216f * x * (1.0f + 0.044715f * square)));
@@ -116,14 +123,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_norm_forward(const _
   for (int c = 0; c < CHUNKS; ++c)
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
-      product[c * VECTOR + i] = at(value[c], i) * gelu(at(gate[c], i)).x;
+      product[c * VECTOR + i] = at(value[c], i) * activation(at(gate[c], i)).x;
       sum += product[c * VECTOR + i];
     }
+#if NORM
   const float mean = row_sum(make_float2(sum, 0.0f)).x * (1.0f / WIDTH);
   float square = 0.0f;
 #pragma unroll
   for (int i = 0; i < ELEMENTS; ++i) product[i] -= mean, square += product[i] * product[i];
   const float deviation = rsqrtf(row_sum(make_float2(square, 0.0f)).x * (1.0f / WIDTH) + p.eps);
+#else
+  const float deviation = 1.0f;
+#endif
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c) {
     Words words;
@@ -132,7 +143,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_norm_forward(const _
       words.word[i] = pack(product[c * VECTOR + 2 * i] * deviation, product[c * VECTOR + 2 * i + 1] * deviation);
     store(p.out + own.row * WIDTH + own.feature(c), words);
   }
+#if NORM
   if (own.thread == 0) p.statistics[own.row] = make_float2(mean, deviation);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gated_norm_backward(const __grid_constant__ Params p) {
@@ -145,19 +158,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_norm_backward(const 
     gate[c] = load(p.gate + own.row * p.gate_stride + own.feature(c));
     dout[c] = load(p.dout + own.row * WIDTH + own.feature(c));
   }
+#if NORM
+  float2 sums = make_float2(0.0f, 0.0f);
   const float2 statistics = p.statistics[own.row];
   const float mean = statistics.x, deviation = statistics.y;
-  float2 sums = make_float2(0.0f, 0.0f);
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c)
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
       const float gradient = at(dout[c], i);
       sums.x += gradient;
-      sums.y += gradient * (at(value[c], i) * gelu(at(gate[c], i)).x - mean) * deviation;
+      sums.y += gradient * (at(value[c], i) * activation(at(gate[c], i)).x - mean) * deviation;
     }
   sums = row_sum(sums);
   sums.x *= 1.0f / WIDTH, sums.y *= 1.0f / WIDTH;
+#endif
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c) {
     Words of_value, of_gate;
@@ -169,9 +184,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_norm_backward(const 
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float v = at(value[c], 2 * i + j);
-        const float2 both = gelu(at(gate[c], 2 * i + j));
+        const float2 both = activation(at(gate[c], 2 * i + j));
+        float dproduct = at(dout[c], 2 * i + j);
+#if NORM
         const float normalised = (v * both.x - mean) * deviation;
-        const float dproduct = deviation * (at(dout[c], 2 * i + j) - sums.x - normalised * sums.y);
+        dproduct = deviation * (dproduct - sums.x - normalised * sums.y);
+#endif
         dvalue[j] = dproduct * both.x;
         dgate[j] = dproduct * v * both.y;
       }
