@@ -111,7 +111,8 @@ def special_tokens(
     cannot be read or names a token that there is not.
     """
     content = json.loads(text)
-    vocabulary = _vocabulary(content["model"].get("vocab") or {})
+    found = content["model"].get("vocab") or {}  # of Unigram a list of tokens with their scores
+    vocabulary = dict(found) if isinstance(found, dict) else {token: n for n, (token, _) in enumerate(found)}
     own = len(vocabulary)
     vocabulary |= {token["content"]: token["id"] for token in content.get("added_tokens") or []}
     named = parse_roles(given)
@@ -164,11 +165,6 @@ def _check_mask(tokens: Mapping[str, str], ids: Mapping[str, int], where: str) -
         raise ShardError(
             f"{where}: {tokens['mask']} is both mask and {shared}; give each its own with --special_tokens mask=TOKEN"
         )
-
-
-def _vocabulary(vocab: Any) -> dict[str, int]:
-    """Ids by token of a model: a map, or a list of tokens with their scores (Unigram)."""
-    return dict(vocab) if isinstance(vocab, dict) else {token: number for number, (token, _) in enumerate(vocab)}
 
 
 def _of_model(content: Mapping[str, Any]) -> dict[str, str]:

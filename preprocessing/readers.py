@@ -12,7 +12,7 @@ import importlib
 import io
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -283,12 +283,6 @@ def _advanced(position: Position, payload: bytes, inside: bool = False) -> Posit
     return Position(position.file, position.offset + len(payload), position.line + lines, inside)
 
 
-def _opened_table(file: InputFile) -> AbstractContextManager[Any]:
-    if file.kind == "dataset":
-        return open_part(str(file.path))
-    return open_table(file.path, file.kind, open_input(file) if isinstance(file.path, str) else None)
-
-
 def _size(value: bytes | list[Any] | None) -> int:
     """Bytes of a row's text, of messages about so many."""
     return len(value or b"") if not isinstance(value, list) else sum(len(str(each.get("content"))) for each in value)
@@ -296,7 +290,9 @@ def _size(value: bytes | list[Any] | None) -> int:
 
 def _table_chunks(file: InputFile, layout: Layout, position: Position) -> Iterator[Chunk]:
     """Cuts after rows. Values travel as bytes: the parser says which row is not UTF-8."""
-    with _opened_table(file) as table:
+    stream = open_input(file) if isinstance(file.path, str) and file.kind != "dataset" else None
+    opened = open_part(str(file.path)) if file.kind == "dataset" else open_table(file.path, file.kind, stream)
+    with opened as table:
         table.check_text(layout.text_field)
         names = (layout.text_field, *layout.keep_fields)
         columns = list(dict.fromkeys(name for name in map(table.column_of, names) if name in table.schema.names))

@@ -366,8 +366,9 @@ class OutputFolder:
         """Removes all that this class writes, except for locks and the tokenizer in use; manifests first, so that no
         moment shows half a corpus as complete."""
         folders = [self.plan.folder / name for name in ("", *_SPLITS)]
-        paths = [path for folder in folders for path in _our_files(folder)]
-        for path in sorted(paths, key=lambda path: path.name != MANIFEST_NAME):
+        inside = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
+        ours = (path for path in inside if _OURS.fullmatch(path.name))
+        for path in sorted(ours, key=lambda path: path.name != MANIFEST_NAME):
             if path.resolve() != self.plan.tokenizer_path.resolve():
                 path.unlink()
         for folder in folders[1:]:
@@ -417,10 +418,6 @@ def _flag(key: str) -> str:
 def _first_difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
     """The first key whose values differ or that one of them lacks, "" if none does."""
     return next((key for key in {**wanted, **found} if found.get(key) != wanted.get(key)), "")
-
-
-def _our_files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.iterdir()) if _OURS.fullmatch(path.name)] if folder.is_dir() else []
 
 
 def _refuse_foreign_files(folder: Path) -> None:

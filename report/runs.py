@@ -145,12 +145,14 @@ def _read_run(metrics: Metrics, folder: Path, more: Sequence[Path]) -> Run:
     files = result_files(folder, more)
     newest = {(each.mode, each.name, each.measure): each for _, file in files for each in file.results}
     zero_shot = {key[:2]: each for key, each in newest.items() if _is_score(each)}
+    logged = {pair: metrics.last(key) for pair, key in pair_keys(metrics).items()}
     return Run(
         metrics=replace(metrics, series={**by_checkpoint(files), **metrics.series}),
         config=config,
         status=status,
         starts=read_starts(folder, config, status),
-        pairs=newest_pairs(metrics) | {key: each.value for key, each in zero_shot.items()},
+        pairs={pair: value * unit_of(value) for pair, value in logged.items() if value is not None}
+        | {key: each.value for key, each in zero_shot.items()},
         intervals={
             key: (each.low, each.high)
             for key, each in zero_shot.items()
@@ -254,12 +256,6 @@ def pair_keys(metrics: Metrics) -> dict[tuple[str, str], str]:
         if match:
             found[match[1], match[2]] = key
     return found
-
-
-def newest_pairs(metrics: Metrics) -> dict[tuple[str, str], float]:
-    """The newest accuracy of every minimal-pair series."""
-    newest = {pair: metrics.last(key) for pair, key in pair_keys(metrics).items()}
-    return {pair: value * unit_of(value) for pair, value in newest.items() if value is not None}
 
 
 def unit_of(largest: float) -> float:
