@@ -42,30 +42,21 @@ _WORDS, _TIED = "embedding.word_embedding.weight", "classifier.nonlinearity.5.we
 
 def state_dicts(content: Any, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor] | None]:
     """Weights and, where the file has them, averaged weights, under plain names. Raises CommandError."""
-    import torch
-
     if not isinstance(content, Mapping):
         raise CommandError(f"--input {path} holds a {type(content).__name__}, not a state dict")
     model, ema = content, None
     if isinstance(content.get("model"), Mapping):
         model, ema = content["model"], content.get("ema_model")
-    result: list[dict[str, torch.Tensor] | None] = []
-    for state in (model, ema):
-        if state is None:
-            result.append(None)
-            continue
-        strange = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
-        if strange or not state:
-            raise CommandError(f"--input {path} is not a state dict: '{(strange or ['it'])[0]}' holds no tensor")
-        result.append(_plain(state, path))
-    assert result[0] is not None
-    return result[0], result[1]
+    return _plain(model, path), None if ema is None else _plain(ema, path)
 
 
 def _plain(state: Mapping[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
     """Without wrappers' prefixes, derived buffers and the word table's second name; float32."""
     import torch
 
+    strange = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
+    if strange or not state:
+        raise CommandError(f"--input {path} is not a state dict: '{(strange or ['it'])[0]}' holds no tensor")
     plain: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         while name.startswith(_PREFIXES):

@@ -59,7 +59,7 @@ def _line(run: Run, number: int, key: str, kind: str, colour: str, label: str, s
     return {"run": number, "kind": kind, "colour": colour, "label": label, "s": rounded(x, 9), "y": rounded(y)}
 
 
-def _chart(name: str, title: str, lines: Iterable[dict[str, Any]], **options: Any) -> list[Chart]:
+def chart_of(name: str, title: str, lines: Iterable[dict[str, Any]], **options: Any) -> list[Chart]:
     """A chart as a list of one, or of none where it has no points."""
     lines = [line for line in lines if line["s"]]
     return [{"id": name, "title": title, "lines": lines, **options}] if lines else []
@@ -87,16 +87,16 @@ def objective_charts(runs: list[Run], measure: str, title: str, **options: Any) 
         colour = hue_of(objective, position)
         lines = _noisy(runs, f"train/{objective}_{measure}", colour)
         name, heading = f"{objective}_{measure}", f"{objective.capitalize()} {title}"
-        charts += _chart(name, heading, [*lines, *_validation(runs, "valid/", name, colour)], **options)
+        charts += chart_of(name, heading, [*lines, *_validation(runs, "valid/", name, colour)], **options)
         key = re.compile(
             rf"valid/([^/]+)/(?:ema(?:-[^_/]+)?_)?{re.escape(name)}"
         )  # of several held-out sets, each a small chart
         found = (key.fullmatch(each) for run in runs for each in run.metrics.series)
         for held_out in dict.fromkeys(match[1] for match in found if match):
             lines = _validation(runs, f"valid/{held_out}/", name, colour)
-            charts += _chart(f"{name}_{held_out}", f"{heading}, {held_out}", lines, **{**options, "small": True})
+            charts += chart_of(f"{name}_{held_out}", f"{heading}, {held_out}", lines, **{**options, "small": True})
     if not charts:
-        charts = _chart(measure, title.capitalize(), _noisy(runs, f"train/{measure}"), **options)
+        charts = chart_of(measure, title.capitalize(), _noisy(runs, f"train/{measure}"), **options)
     return charts
 
 
@@ -160,7 +160,7 @@ def pair_charts(runs: list[Run]) -> list[Chart]:
         options: dict[str, Any] = {"format": "percent", "small": not is_set(name), "set": name.split("/")[0]}
         if chance(name) is not None:  # all accuracies on one scale
             options |= {"reference": chance(name), "range": [lowest, 1.0]}
-        charts += _chart(f"pairs_{len(charts)}", spoken(name), lines, **options)
+        charts += chart_of(f"pairs_{len(charts)}", spoken(name), lines, **options)
     return charts
 
 
@@ -179,7 +179,7 @@ def schedule_charts(runs: list[Run]) -> list[Chart]:
         values = sorted({value for line in lines for value in line["y"]})
         if kind == "stepped" and len(values) <= _MOST_TICKS:
             options["ticks"] = values
-        charts += _chart(key.removeprefix("stats/"), title, lines, zero=True, small=True, **options)
+        charts += chart_of(key.removeprefix("stats/"), title, lines, zero=True, small=True, **options)
     return charts
 
 
@@ -194,16 +194,16 @@ def speed_charts(runs: list[Run]) -> list[Chart]:
     charts = []
     for key, title, options in shown:
         lines = _noisy(runs, key, single, "measured")
-        charts += _chart(key.removeprefix("stats/"), title, lines, small=True, **options)
+        charts += chart_of(key.removeprefix("stats/"), title, lines, small=True, **options)
     memory = [_line(run, n, "stats/peak_memory_gib", "line", single or run_colour(n), "") for n, run in enumerate(runs)]
-    return charts + _chart("peak_memory_gib", "Peak device memory (GiB)", memory, small=True, zero=True)
+    return charts + chart_of("peak_memory_gib", "Peak device memory (GiB)", memory, small=True, zero=True)
 
 
 def stability_charts(runs: list[Run]) -> list[Chart]:
     """Gradient norm and z-loss, and where one run is shown the norms by part of the model."""
     single = "ink" if len(runs) == 1 else None
-    charts = _chart("grad_norm", "Gradient norm before clipping", _noisy(runs, "stats/grad_norm", single), small=True)
-    charts += _chart("z_loss", "Squared log-partition (z-loss)", _noisy(runs, "train/z_loss", single), small=True)
+    charts = chart_of("grad_norm", "Gradient norm before clipping", _noisy(runs, "stats/grad_norm", single), small=True)
+    charts += chart_of("z_loss", "Squared log-partition (z-loss)", _noisy(runs, "train/z_loss", single), small=True)
     if len(runs) == 1:
         for kind, title in (("grad_norm", "Gradient norm by part"), ("parameter_norm", "Parameter norm by part")):
             keys = sorted(key for key in runs[0].metrics.series if key.startswith(f"stats/{kind}/"))
@@ -211,7 +211,7 @@ def stability_charts(runs: list[Run]) -> list[Chart]:
                 _line(runs[0], 0, key, "line", run_colour(number), key.rsplit("/", 1)[-1])
                 for number, key in enumerate(keys)
             ]
-            charts += _chart(f"{kind}_roles", title, lines, small=True, legend=True, log=True)
+            charts += chart_of(f"{kind}_roles", title, lines, small=True, legend=True, log=True)
     return charts
 
 

@@ -23,7 +23,7 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
 from data.atomic_io import json_objects, write_atomically
 from data.cli import Parser, run_command
 from data.wording import aligned
-from report.charts import Chart, is_set, pair_names, rounded_line, run_colour, spoken
+from report.charts import Chart, chart_of, is_set, pair_names, rounded_line, run_colour, spoken
 from report.metrics import ReportError, objectives
 from report.page import body, document_with_charts, figure, page_data, pair_table, swatch, toolbar
 from report.runs import Run, pair_keys, pairs_in_files, read_runs
@@ -183,39 +183,26 @@ def mode_charts(runs: list[Run], before: dict[tuple[str, str], float]) -> list[C
     """A chart for each mode of scoring, from the untrained weights on, and for each held-out loss: a line a run."""
     modes, names = pair_names(runs)
     charts: list[Chart] = []
-    for name in filter(is_set, names):
-        for mode in modes:
-            lines = []
-            for n, run in enumerate(runs):
-                series = run.metrics.series.get(pair_keys(run.metrics).get((mode, name), ""), {})
-                start = {0: before[mode, name]} if (mode, name) in before else {}
-                lines.append(rounded_line(start | series, n, run_colour(n), mode))
-            options = {"format": "percent", "reference": 0.5, "range": [0.4, 1.0], "small": False}
-            title = f"Pairs right, scored {mode}"
-            charts.append(
-                {"id": f"mode_{len(charts)}", "title": title, "lines": [x for x in lines if x["s"]], **options}
-            )
+    for name, mode in ((name, mode) for name in filter(is_set, names) for mode in modes):
+        start = {0: before[mode, name]} if (mode, name) in before else {}
+        keys = [pair_keys(run.metrics).get((mode, name), "") for run in runs]
+        series = [start | run.metrics.series.get(key, {}) for run, key in zip(runs, keys, strict=True)]
+        lines = [rounded_line(values, n, run_colour(n), mode) for n, values in enumerate(series)]
+        options = {"format": "percent", "reference": 0.5, "range": [0.4, 1.0], "small": False}
+        charts += chart_of(f"mode_{len(charts)}", f"Pairs right, scored {mode}", lines, **options)
     for objective in objectives(run.metrics for run in runs):
-        lines = []
-        for n, run in enumerate(runs):
-            series = run.metrics.series.get(f"valid/ema_{objective}_loss", {})
-            lines.append(rounded_line(series, n, run_colour(n), objective))
-        title, lines = f"Held-out {objective} loss", [line for line in lines if line["s"]]
-        charts.append({"id": f"mode_{len(charts)}", "title": title, "lines": lines, "format": "loss", "small": False})
-    return [chart for chart in charts if chart["lines"]]
+        series = [run.metrics.series.get(f"valid/ema_{objective}_loss", {}) for run in runs]
+        lines = [rounded_line(values, n, run_colour(n), objective) for n, values in enumerate(series)]
+        title = f"Held-out {objective} loss"
+        charts += chart_of(f"mode_{len(charts)}", title, lines, format="loss", small=False)
+    return charts
 
 
 def compared(runs: list[Run], found: Sequence[Measure], charts: list[Chart], pairs: int) -> str:
     """The figure and the table; the best value of each column is marked."""
     drawn = "".join(figure(chart, runs) for chart in charts)
-    rows = []
-    if any(measure.before is not None for measure in found):
-        rows.append(
-            [
-                "before training",
-                *(measure.text(measure.before) if measure.before is not None else MISSING for measure in found),
-            ]
-        )
+    before = [MISSING if measure.before is None else measure.text(measure.before) for measure in found]
+    rows = [["before training", *before]] if set(before) - {MISSING} else []
     for n, run in enumerate(runs):
         cells = []
         for measure in found:
@@ -229,15 +216,12 @@ def compared(runs: list[Run], found: Sequence[Measure], charts: list[Chart], pai
     meaning = (
         f"<p class='muted'>Percent of {pairs:,} minimal pairs whose right sentence is the more probable, by mode of "
         "scoring (masked: each word hidden in turn; causal: from left to right; fused: their mean), then held-out "
-        "losses in nats per target. Averaged weights (EMA); less than 2 points apart is noise."
-        "</p>"
-        if pairs
-        else ""
+        "losses in nats per target. Averaged weights (EMA); less than 2 points apart is noise.</p>"
     )
     head = ["", *(escape(measure.name) for measure in found)]
     return (
         f"<p class='key'>{key}<span class='muted'>{note}</span></p><div class='grid three'>{drawn}</div>"
-        f"{table(head, rows, 'numbers compared')}{meaning}"
+        f"{table(head, rows, 'numbers compared')}{meaning * bool(pairs)}"
     )
 
 
