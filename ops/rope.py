@@ -195,15 +195,16 @@ def varlen_attention(
     if metadata.order is not None and metadata.inverse is not None:
         query, key, value = (_Permuted.apply(x, metadata.order, metadata.inverse) for x in (query, key, value))
     value = value.to(query.dtype)
-    parts = []
-    for rows, boundaries, causal in (
+    groups = (
         (slice(None, metadata.other_rows), metadata.boundaries[0], False),
         (slice(metadata.other_rows, None), metadata.boundaries[1], True),
-    ):
-        if boundaries.numel() > 1:  # the group has documents
-            # [rows, T, H, d] -> [rows * T, H, d]: the kernel knows documents alone, and they never cross a row's end
-            q, k, v = (x[rows].flatten(0, 1).contiguous() for x in (query, key, value))
-            parts.append(kernel(q, k, v, boundaries, query.size(1), causal, window).view_as(query[rows]))
+    )
+    groups, parts = [group for group in groups if group[1].numel() > 1], []  # those that have documents
+    for rows, boundaries, causal in groups:
+        # [rows, T, H, d] -> [rows * T, H, d]: the kernel knows documents alone, and they never cross a row's end
+        of_group = (x if len(groups) == 1 else x[rows] for x in (query, key, value))
+        q, k, v = (x.flatten(0, 1).contiguous() for x in of_group)
+        parts.append(kernel(q, k, v, boundaries, query.size(1), causal, window).view(-1, *query.shape[1:]))
     context = torch.cat(parts)
     if metadata.order is None or metadata.inverse is None:
         return context

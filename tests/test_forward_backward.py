@@ -151,13 +151,14 @@ def test_graphs_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     """Row lengths, the share of masks, the batch's size and the last micro-batch's change on the way."""
     inputs = make_inputs(tmp_path / "inputs", hidden_size=128, intermediate_size=256, num_attention_heads=4, **shape)
     losses, norms = [], []
-    for name, reference, compiled, anew in (
+    variants = [
         ("plain", "graphs", False, "none"),
         ("recorded", "", True, "none"),
         ("compiled", "graphs", True, "none"),
         ("anew_mlp", "", True, "mlp"),
         ("anew_layer", "", True, "layer"),
-    ):
+    ]
+    for name, reference, compiled, anew in variants[: 3 if shape else 5]:
         monkeypatch.setenv("HYBRID_REFERENCE", reference)
         options = {
             "device": "cuda",
