@@ -52,8 +52,7 @@ def take_folder_mode(path: Path) -> None:
     """Gives a file the rights that the umask (or the folder's default ACL) gave its folder, without execution.
 
     For libraries that write by way of a private temporary file and leave its mode 0600. A file system that keeps no
-    modes may refuse: then they are those of the mount.
-    """
+    modes may refuse: then they are those of the mount."""
     with suppress(OSError):
         path.chmod(path.parent.stat().st_mode & 0o666)
 
@@ -71,8 +70,7 @@ def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """The lines of a file with one JSON object a line, each with its object: None where it is none or damaged.
 
     Lines end at b"\\n" alone, and each is decoded by itself: a crash may tear one anywhere, and a text may hold U+2028.
-    Without the file there are no lines. Raises OSError where it cannot be read.
-    """
+    Without the file there are no lines. Raises OSError where it cannot be read."""
     if not path.exists():
         return
     with path.open("rb") as file:

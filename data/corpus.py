@@ -30,8 +30,7 @@ class Corpus(Documents):
     order: of epochs that are made of blocks; None: of documents.
     trusted: take manifests at their word, as other processes of a run may where one checks all files.
     cache: of remote shards.
-    Raises CorpusError or ShardError, each a sentence naming the file.
-    """
+    Raises CorpusError or ShardError, each a sentence naming the file."""
 
     def __init__(
         self,

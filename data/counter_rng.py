@@ -66,8 +66,7 @@ class Permutation:
 
     A generalised Feistel network over Z_a x Z_b with a*b just above `size`, and cycle walking for the few values
     beyond it, at most about one in sqrt(size) (Black and Rogaway: "Ciphers with Arbitrary Finite Domains", CT-RSA
-    2002, sections 4 and 5).
-    """
+    2002, sections 4 and 5)."""
 
     _ROUNDS = 4  # each round mixes both halves once
     _LARGEST_TABLE = 1 << 17  # beyond the processor's caches the hash itself is faster

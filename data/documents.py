@@ -49,8 +49,7 @@ class Documents:
     """Documents of one or more sources, addressed by a running number.
 
     counts: documents of each source, which follow each other in `shards`. bos_id, eos_id: ids that open and close each
-    document; eos_id None leaves the end unmarked. seed: of the walks.
-    """
+    document; eos_id None leaves the end unmarked. seed: of the walks."""
 
     def __init__(self, shards: Sequence[Shard], counts: Sequence[int], bos_id: int, eos_id: int | None, seed: int):
         self.shards, self.bos_id, self.eos_id, self.seed = list(shards), bos_id, eos_id, seed
@@ -120,8 +119,7 @@ class Documents:
         """Copy stored tokens to `tokens` int32: so many (`lengths`) from each of `sources` to each of `targets`.
 
         sources: in the concatenation of all shards. All int64 [n], lengths above 0, no piece in two shards. Tokens that
-        are no targets by their shard's marks come with UNSCORED added.
-        """
+        are no targets by their shard's marks come with UNSCORED added."""
         order = np.argsort(sources)
         sources, targets, lengths = sources[order], targets[order], lengths[order]
         shard_of = np.searchsorted(self.shard_tokens, sources, side="right") - 1
@@ -215,8 +213,7 @@ class Documents:
         """Tokens up to the end of each block of BLOCK documents in an order, `extra` added for each: int64 [blocks].
 
         documents, order: functions from 0 .. count-1, in pieces, to the documents and to their index in the order. Fast
-        where these documents follow each other as stored. name: of `content_name`. Raises IndexStopped.
-        """
+        where these documents follow each other as stored. name: of `content_name`. Raises IndexStopped."""
 
         def fill(sums: np.ndarray) -> None:
             lock, total = Lock(), torch.from_numpy(sums)

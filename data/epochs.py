@@ -40,8 +40,7 @@ class _Part:
     """Epochs of one stage. used: documents of each walk before. rates: documents an epoch of each source.
 
     length: epochs until the stage ends, exact; of an epoch that it cuts, the part holds so much of each source.
-    limits: documents of each walk that must not be passed, None: any number.
-    """
+    limits: documents of each walk that must not be passed, None: any number."""
 
     begin: int
     first_epoch: int
@@ -81,8 +80,7 @@ class Epochs:
         end, is a contiguous part of the walk, so that no document is ahead of another by more than one use. None: the
         last stage has no end; its epochs are whole.
         limits: documents of each walk that are not passed before `end`. Raises ValueError where they are too few.
-        used: documents of each walk before the first stage, 0 where left out.
-        """
+        used: documents of each walk before the first stage, 0 where left out."""
         self._documents = documents
         self._keyed = np.array(keyed)
         self._tokens_walked = lru_cache(maxsize=1 << 14)(documents.walked_tokens)
@@ -199,8 +197,7 @@ class Epochs:
         """Tokens of each source before `position`, float64 [sources], special ones included; they add up to it.
 
         Exact where a stage or a whole epoch ends (to what the end cuts off a document); within an epoch, all sources
-        are as far as the epoch is, as they are on average.
-        """
+        are as far as the epoch is, as they are on average."""
         total = np.zeros(len(self._keyed))
         for part, following in zip(self._parts, [*self._parts[1:], None], strict=True):
             stop = position if following is None else min(position, following.begin)

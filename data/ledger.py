@@ -29,8 +29,7 @@ def make_ledger(
 
     epochs, positions: of each objective's stream, and the tokens read of it. Every entry has `tokens` (`<s>` and `</s>`
     counted), `documents`, `words` (None where a manifest does not say) and `repetitions`: tokens used for each token
-    held, in `objectives` and in `sources` with `tokens_held`, `documents_held` and `words_held`.
-    """
+    held, in `objectives` and in `sources` with `tokens_held`, `documents_held` and `words_held`."""
     used = np.stack([of.source_tokens(at) for of, at in zip(epochs, positions, strict=True)])  # [objectives, sources]
     held = np.array(corpus.source_tokens)
     documents, words = corpus.counts, np.array([source.words for source in corpus.sources])

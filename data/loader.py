@@ -46,8 +46,7 @@ class RowBatch:
     weigh 1. scored: bool [R, T+1], the tokens that are targets of objectives with all targets, or None for all. ends:
     int32 [R, T] of data/reading.py, or None in runs without rows that look ahead. On the host, of each row by
     objective, int64 [objectives, R]: targets, and documents, as many as the row touches or
-    more; none in the lines of other objectives than the row's.
-    """
+    more; none in the lines of other objectives than the row's."""
 
     tokens: torch.Tensor
     row_keys: torch.Tensor
@@ -274,8 +273,7 @@ class Loader:
 
     depth: steps prepared ahead. waited: seconds the consumer has spent waiting for data so far; late: for the
     step that comes next.
-    An error in the thread is raised by the next call; `close` stops the thread, also while it builds an index.
-    """
+    An error in the thread is raised by the next call; `close` stops the thread, also while it builds an index."""
 
     def __init__(
         self,
@@ -359,8 +357,7 @@ class ValidationSet:
     """All rows of a held-out corpus in stored order, with masks that are always the same.
 
     corpus: the documents. seq_length: tokens per row. mask_p, mask_rates: masked fraction. seed: of the masks.
-    rows: how many of the set's rows to use, spread evenly over it; None uses all.
-    """
+    rows: how many of the set's rows to use, spread evenly over it; None uses all."""
 
     corpus: Corpus
     options: MaskingOptions

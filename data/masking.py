@@ -227,8 +227,7 @@ def build_inputs(
     in options.objectives. mask_counts: int64 [B], from `row_counts`. origins: int64 [B, T+1] from TokenStream.read,
     needed for `even` masking. scored: bool [B, T+1], the tokens that are targets of objectives with all targets; None
     for all. ends: int32 [B, T] of data/reading.py, in runs with rows that look ahead. Masked rows mask everywhere.
-    draw_masks: False where the caller knows that no row has masks, which saves the work.
-    """
+    draw_masks: False where the caller knows that no row has masks, which saves the work."""
     tokens = tokens.long()
     padding = tokens == PADDING
     tokens = tokens.masked_fill(padding, options.pad_id)
@@ -284,8 +283,7 @@ def _patterns(longest: int, device: torch.device) -> torch.Tensor:
 
     Tokens are divided into blocks, each with one span of each length from 1 to `longest`: six tokens with 3, and spans
     of 2, 1 and 3 tokens are 0 0 1 2 2 2. So lengths are equally frequent, and the span of a token is found from its
-    position alone. Copied to a device once: a copy from pageable memory synchronises with it.
-    """
+    position alone. Copied to a device once: a copy from pageable memory synchronises with it."""
     orders = permutations(range(1, longest + 1))
     return torch.tensor([[i for i, length in enumerate(p) for _ in range(length)] for p in orders]).to(device)
 
@@ -345,8 +343,7 @@ def _stratified(priority: torch.Tensor, span: torch.Tensor, key: torch.Tensor) -
     """Stratified sampling: of `_STRATA` consecutive spans, each gets a priority in another of as many equal strata.
 
     Then any stretch of text has about the same fraction of spans below p, so that a row's threshold hardly moves and
-    the spans that are masked are those whose priorities say so. All arguments int64, [B, T], [B, T] and [B, 1].
-    """
+    the spans that are masked are those whose priorities say so. All arguments int64, [B, T], [B, T] and [B, 1]."""
     group = torch.div(span, _STRATA, rounding_mode="floor")
     factor = 1 + _scaled(_bits(fold_torch(key, _FACTOR), group, 32), 32, _STRATA - 1)
     offset = _scaled(_bits(fold_torch(key, _OFFSET), group, 32), 32, _STRATA)
@@ -372,8 +369,7 @@ def fingerprint(inputs: ModelInputs, row_numbers: torch.Tensor) -> torch.Tensor:
     """A hash of a micro-batch that adds up (modulo 2**64) to the global batch's; int64 [].
 
     Covers tokens, labels, document ids and objective of each row, keyed by `row_numbers` (int64 [B], the row's key),
-    so that neither the order of rows nor their distribution over ranks changes the sum.
-    """
+    so that neither the order of rows nor their distribution over ranks changes the sum."""
     column = torch.arange(inputs.input_ids.shape[1], device=inputs.input_ids.device)
     value = fold_torch(row_numbers[:, None], column)
     for part in (inputs.input_ids, inputs.labels, inputs.document_ids, inputs.objective[:, None]):

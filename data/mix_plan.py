@@ -24,8 +24,7 @@ class MixPlan:
     """What the streams of a run hold.
 
     steps: the first step of each stage, and max_steps. epochs: of each objective's stream. open_end: they do not depend
-    on where the run ends, so that a longer one goes on without repeating. Raises CorpusError.
-    """
+    on where the run ends, so that a longer one goes on without repeating. Raises CorpusError."""
 
     def __init__(self, corpus: Corpus, plan: DataPlan):
         self._corpus, self._plan = corpus, plan

@@ -32,8 +32,7 @@ def shared_array(
     """int64 [length], read only, as `fill` writes it (given zeros) in the first process of this node that asks for it.
 
     name: a hash of all that decides the content. wait: called while another process computes it; may raise.
-    A short array, or one for which there is no room in any folder, is computed in this process's own memory.
-    """
+    A short array, or one for which there is no room in any folder, is computed in this process's own memory."""
     if length >= SHARED_FROM:
         with suppress(OSError):
             return _shared(_folder(8 * length) / name, length, fill, wait)

@@ -27,8 +27,7 @@ class Objective:
     prefix, block: causal, but for a prefix of each document, or blocks of so many tokens, that are read in both
     directions (data/reading.py). A token that the output before it sees is a target only if hidden, and in blocks no
     other is hidden.
-    part: its fraction of the rows that the hybrid ratio leaves to causal ones; "causal" has those that no other has.
-    """
+    part: its fraction of the rows that the hybrid ratio leaves to causal ones; "causal" has those that no other has."""
 
     name: str
     causal: bool

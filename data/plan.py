@@ -59,8 +59,7 @@ class StepPlan:
     position: for each objective, where its first row is in its stream's row order (data/row_shuffle.py), in tokens.
     ratio, ratio_carry: row i of those left to the ratio is masked where
         floor((ratio_carry + (i+1)*ratio) / denominator) exceeds floor((ratio_carry + i*ratio) / denominator).
-    target_cost: of DataPlan.
-    """
+    target_cost: of DataPlan."""
 
     step: int
     seq_length: int
@@ -121,8 +120,7 @@ class DataPlan:
     mask_rates: how the rates of rows are drawn.
     objectives: data.objectives.run_objectives of the run.
     target_cost: what a target costs, in the model's head, beside what each token costs; decides which rank computes a
-    row, and nothing else.
-    """
+    row, and nothing else."""
 
     max_steps: int
     seq_length: int
@@ -275,8 +273,7 @@ def resolve_split(
 
     ratios: RatioSchedule.phases, the fractions of masked rows that there are in the run; None where they move evenly.
     `ranks` gives each rank one objective at a time, which needs for each of these fractions and each objective a whole
-    number of ranks. Raises ValueError where `ranks` is asked for and impossible.
-    """
+    number of ranks. Raises ValueError where `ranks` is asked for and impossible."""
     fractions = [fraction for ratio in ratios or () for fraction in row_fractions(ratio, objectives)]
     broken = next((fraction for fraction in fractions if world_size % fraction.denominator), None)
     possible = ratios is not None and broken is None
@@ -310,8 +307,7 @@ def rows_of_rank(plan: StepPlan, rank: int, world_size: int, split: str) -> list
 
     All ranks together hold every row once. `split` is `rows` or `ranks` (from `resolve_split`). Their numbers of rows
     differ by at most one; but with `ranks` and a `target_cost` ranks have rows that cost the same, so that a rank in
-    the middle may have two objectives.
-    """
+    the middle may have two objectives."""
     ranges: list[RowRange] = []
     if split == "ranks" and plan.target_cost:
         bounds = zip(_cut(plan, rank, world_size), _cut(plan, rank + 1, world_size), strict=True)

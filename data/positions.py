@@ -63,8 +63,7 @@ def parse_position(text: str) -> Position:
     """The position that a text names, such as `0.25`, `25%`, `500`, `10Mt`, `162_000_000t`, `1Mw` or `0.5e`.
 
     A number without a unit is a number of steps where it is whole, and a fraction where it has a decimal point.
-    Raises PositionError (a ValueError).
-    """
+    Raises PositionError (a ValueError)."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
         raise PositionError(f"{text!r} is no position in a run; {FORMS}")
@@ -120,8 +119,7 @@ class Exposure(NamedTuple):
     """What a corpus holds, by which tokens are counted in epochs and in words.
 
     tokens_per_epoch: of a stream, special tokens and repeats counted. words_per_token: None where they are not known,
-    because of `without_words`: the file or folder that does not say how many it has.
-    """
+    because of `without_words`: the file or folder that does not say how many it has."""
 
     tokens_per_epoch: int
     words_per_token: Fraction | None

@@ -133,8 +133,7 @@ def ratio_for(repetitions: float) -> Fraction:
     Causal models gain from about 16 repetitions of a text and overfit afterwards, masked ones go on learning, and both
     objectives beat one ("Dual-objective language models", arXiv 2512.14549, 50 models): mostly causal rows up to 16
     repetitions, later as many as let the causal objective see each token 16 times; in 64ths. That a masked eighth is
-    kept at few repetitions is our choice.
-    """
+    kept at few repetitions is our choice."""
     causal = min(56, max(1, round(64 * 16 / repetitions)))
     return Fraction(64 - causal, 64)
 

@@ -27,8 +27,7 @@ class Result:
 
     name: SUITE or SUITE/PART, as the metrics of a run call it; a task that was fine-tuned for; a text. mode: masked,
     causal or fused, "" of a fine-tuned model. low, high: None without an interval. items: what it is over, 0 where
-    unknown. spread: the standard deviation over `seeds` trainings, None of one.
-    """
+    unknown. spread: the standard deviation over `seeds` trainings, None of one."""
 
     name: str
     mode: str

@@ -46,8 +46,7 @@ def find_shards(path: str | Path, trusted: bool = False, cache: ShardCache | Non
 
     path: a shard folder (its manifest's list), one .shard file, or a glob of either (sorted). Raises ShardError if
     there is none, if a listed file is missing or has another size, for a shard that is not in the manifest beside it
-    or belongs to unfinished work, and for a glob that takes a corpus with the part that was held out of it.
-    """
+    or belongs to unfinished work, and for a glob that takes a corpus with the part that was held out of it."""
     if is_remote(path):
         return _remote_shards(str(path), cache)
     if Path(path).is_dir():

@@ -66,8 +66,7 @@ def tokenizer_hash(path: str | Path) -> str:
     """SHA-256 (64 hex digits) of what the tokenizer file means.
 
     Layout of the JSON, the order of its keys and the two spellings of merges ("a b", ["a", "b"]) do not count, nor do
-    truncation and padding, which nothing here applies; everything else does. Raises ShardError if it is unreadable.
-    """
+    truncation and padding, which nothing here applies; everything else does. Raises ShardError if it is unreadable."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -110,8 +109,7 @@ class Shard:
         """A hash of this shard's content: the manifest's SHA-256.
 
         Of a loose shard the hash of the file: all of a small one; of others the header and stretches all through
-        the tokens and the document offsets, so that opening a large corpus stays cheap.
-        """
+        the tokens and the document offsets, so that opening a large corpus stays cheap."""
         if self.sha256 is not None:
             return self.sha256
         digest = hashlib.sha256()
@@ -288,8 +286,7 @@ class ShardWriter:
     """Writes one shard piece by piece, in memory independent of its size.
 
     Tokens go to PATH.partial and the ends of documents, and marks, to files without a name; `finish` appends these,
-    writes the header and renames. marked: whether tokens come with marks.
-    """
+    writes the header and renames. marked: whether tokens come with marks."""
 
     def __init__(self, path: str | Path, tokenizer_hash: str, vocab_size: int, marked: bool = False) -> None:
         self.path = Path(path)

@@ -108,8 +108,7 @@ def special_tokens(
     text: its content. given: as --special_tokens has it, such as "bos=[CLS],mask=[MASK]". below: where above 0, the set
     is that of the ids below it, whatever the tokenizer marks. beside: roles from the files around it; those that the
     vocabulary lacks do not count. where: names the tokenizer in errors. Raises ShardError, one sentence, where `given`
-    cannot be read or names a token that there is not.
-    """
+    cannot be read or names a token that there is not."""
     content = json.loads(text)
     found = content["model"].get("vocab") or {}  # of Unigram a list of tokens with their scores
     vocabulary = dict(found) if isinstance(found, dict) else {token: n for n, (token, _) in enumerate(found)}

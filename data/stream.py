@@ -64,8 +64,7 @@ class TokenStream:
 
         Returns tokens (int32 [count]) and, on request, origins (int64 [count]): for a stored token
         uses << OCCURRENCE_SHIFT | its position in the corpus, where `uses` counts earlier appearances of its document
-        in this stream; 0 for the `<s>` and `</s>` that the stream adds.
-        """
+        in this stream; 0 for the `<s>` and `</s>` that the stream adds."""
         tokens, found_origins = [], []
         while count > 0:
             epoch = self._epochs.epoch_of(position)

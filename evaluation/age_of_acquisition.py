@@ -188,8 +188,7 @@ def falling_sigmoid(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, 
     """Center, slope, and the values far left and far right of the sigmoid that is nearest to y [n] by least squares.
 
     For a center and a slope the values are a linear fit; these two are searched on grids that close in on the best.
-    Where y does not fall, both values are its mean.
-    """
+    Where y does not fall, both values are its mean."""
     span = x[-1] - x[0]
     centers, slopes = (x[0] - span / 2, x[-1] + span / 2), (math.log(1 / span), math.log(_STEEPEST / span))
     best = (-1.0, 0.0, 0.0, 0.0, 0.0)

@@ -93,8 +93,7 @@ def mask_row(model: LoadedModel, text: str) -> tuple[list[int], list[int]]:
     """Return the row of a text, `<s> ... </s>` with mask ids for its gaps (written <mask> whatever the tokenizer calls
     them), and the positions of these in it.
 
-    A token holds the space before its word, so one space before a gap belongs to what fills it.
-    """
+    A token holds the space before its word, so one space before a gap belongs to what fills it."""
     pieces = text.split(MASK)
     row, gaps = [], []
     for number, piece in enumerate(pieces):

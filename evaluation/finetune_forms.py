@@ -29,8 +29,7 @@ class Encoded:
 
     cut: how many rows had to be cut to fit. Of words' labels an example is a stretch of a sentence, and `words` says of
     each which sentence it is of and, for its words, their numbers there and the columns of their first tokens. spans:
-    columns [begin, end) of WiC's words.
-    """
+    columns [begin, end) of WiC's words."""
 
     rows: list[list[int]]
     labels: Tensor
@@ -65,8 +64,7 @@ def encode(
     """Rows `<s> text </s>` or `<s> first </s> second </s>`; the longer text of a row that does not fit loses its end.
 
     Words with labels are cut into several rows instead. Raises UsageError where the tokenizer lacks these tokens, or
-    WiC's word is cut off.
-    """
+    WiC's word is cut off."""
     ids = (special or special_tokens(tokenizer.to_str())).ids
     if "bos" not in ids or "eos" not in ids:
         raise UsageError(

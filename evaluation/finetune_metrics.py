@@ -60,8 +60,7 @@ def measures(outputs: np.ndarray, labels: np.ndarray, classes: int, positive: in
     """All measures of a kind of task.
 
     Classification: outputs are scores [n, classes], labels int64 [n]; f1 is that of `positive`, or with more than two
-    classes the mean over classes. Regression: classes is 0, outputs and labels are numbers [n].
-    """
+    classes the mean over classes. Regression: classes is 0, outputs and labels are numbers [n]."""
     if not classes:
         return {"pearson": pearson(outputs, labels), "spearman": spearman(outputs, labels)}
     predicted = outputs.argmax(axis=1)

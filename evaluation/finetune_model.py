@@ -75,8 +75,7 @@ class TaskModel(nn.Module):
         """input_ids, document_ids int64 [B, T] (-1: padding) -> float32 scores [B, outputs] from the state of `<s>`.
 
         Of words' labels [B, T, outputs]; of embeddings [B, D], the mean over a row. spans: bool [B, 2, T], the tokens
-        of WiC's words, whose mean states the head sees beside that of `<s>`.
-        """
+        of WiC's words, whose mean states the head sees beside that of `<s>`."""
         hidden = self.encoder.encode(input_ids, document_ids, False, keys)
         if self.form == EMBEDDINGS:
             inside = (document_ids >= 0).to(hidden.dtype)

@@ -124,8 +124,7 @@ def grouped_measures(
     """What SuperGLUE reports beside the measures of rows, from scores [n, 2] of rows in groups [n].
 
     Of MultiRC: `em`, the fraction of questions with all answers judged right, and `f1_em`, the mean of it and F1 over
-    all answers (F1a). Of ReCoRD, by credit [n, 2]: `f1` and `em` of each query's most likely entity, and their mean.
-    """
+    all answers (F1a). Of ReCoRD, by credit [n, 2]: `f1` and `em` of each query's most likely entity, and their mean."""
     members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
     if form == QUESTIONS:
         right = outputs.argmax(axis=1) == labels

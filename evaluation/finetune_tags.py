@@ -101,8 +101,7 @@ def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     """Entities (type, first word, last word) in tags of IOB1, IOB2, IOE, IOBES or BILOU, as seqeval finds them.
 
     An entity goes on where I- or E- of its type follows on B- or I-; whatever else does not begin with O begins one, so
-    that I- after O is an entity (seqeval 1.2.2, its default mode; conlleval of CoNLL-2000).
-    """
+    that I- after O is an entity (seqeval 1.2.2, its default mode; conlleval of CoNLL-2000)."""
     found, begin, before, kind = set(), 0, OUTSIDE, ""
     for index, tag in enumerate([*tags, OUTSIDE]):
         letter, _, name = tag.partition("-")

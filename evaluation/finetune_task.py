@@ -56,8 +56,7 @@ class Task:
     """One task. classes: the labels' names in the order of their numbers; empty for regression. positive: whose F1.
 
     weights: of the classes in the loss; () for 1. test: examples without labels. separator: what stands between words
-    that have labels.
-    """
+    that have labels."""
 
     name: str
     classes: tuple[str, ...]

@@ -34,8 +34,7 @@ class Settings:
     """How tasks are fine-tuned. Learning rates and epochs up to `epochs` are candidates; seeds are `seed` and on.
 
     warmup is a fraction of all steps, held_out one of train. bf16: autocast, on CUDA. patience: a candidate ends after
-    so many epochs without a better held-out score; 0 for never.
-    """
+    so many epochs without a better held-out score; 0 for never."""
 
     learning_rates: tuple[float, ...]
     epochs: int
@@ -150,8 +149,7 @@ class Finetuner:
 
         measured: the examples of test (default: the task's validation file). Returns the measures after each epoch
         (with `last_only` after the last alone); fewer where the loss stopped being finite, or `patience` epochs (0: any
-        number) brought no better measure. The trained model is `self.model`.
-        """
+        number) brought no better measure. The trained model is `self.model`."""
         kind = f"{task.name}, {'held out' if measured else 'all of train'}, rate {rate!r}, seed {seed}"
         if self.progress is not None and (done := self.progress.results(kind)) is not None:
             return done

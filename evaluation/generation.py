@@ -42,8 +42,7 @@ class Sampling:
     temperature: logits are divided by it; 0 takes the most probable token.
     top_k: only so many of the most probable tokens; 0 means all.
     top_p: only the most probable tokens that together reach this probability; 1 means all.
-    Raises UsageError for values outside these ranges.
-    """
+    Raises UsageError for values outside these ranges."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -138,8 +137,7 @@ def top_k_top_p(logits: Tensor, forbidden: Tensor, sampling: Sampling) -> tuple[
     """Return the tokens that may come next and their probabilities, the most probable first.
 
     logits: [V]. forbidden: int64 ids that never come. The result is int64 [K] and float64 [K], which sums to 1; equally
-    probable tokens come in the order of their ids, so that every device and version of torch agrees.
-    """
+    probable tokens come in the order of their ids, so that every device and version of torch agrees."""
     scores = logits.to(torch.float64).index_fill(0, forbidden, -torch.inf)
     if sampling.temperature == 0:
         return scores.argmax().view(1), torch.ones(1, dtype=torch.float64)
@@ -173,8 +171,7 @@ def generate(
     Each row is `<s>`, its prompt and what it samples from its own generator, until `</s>` or max_new_tokens; (row,
     None) says that it is finished. What a row samples does not depend on the others. A prompt is read once, and then
     each token costs the model one token; rows may grow to any length. prefix: prompts are read in both directions, and
-    all of the row again for each token.
-    """
+    all of the row again for each token."""
     start, end = model.special_id("bos"), model.special.ids.get("eos")
     forbidden = torch.tensor(sorted(set(model.special.special_ids) - {end}), dtype=torch.int64)
     longest = max(map(len, prompts))
@@ -208,8 +205,7 @@ def unmask(
 
     All are masked at first. Each of `steps` (1 .. length) steps fills an equal part of them, at places drawn at random:
     each token is sampled by itself from what the model, reading in both directions, predicts there. With as many steps
-    as tokens, that is sampling from the model in a random order.
-    """
+    as tokens, that is sampling from the model in a random order."""
     mask, first = model.special_id("mask"), 1 + len(prompt)
     forbidden = torch.tensor(model.special.special_ids, dtype=torch.int64)
     row = model.document([*prompt, *[mask] * length])

@@ -62,8 +62,7 @@ class CachedDecoder:
     """Reads B rows of one document each from left to right with `model`, which is in evaluation mode.
 
     Rows are as long as each other: shorter texts begin with padding, which nothing attends. Rows may grow beyond
-    max_position_embeddings, as in `encode`.
-    """
+    max_position_embeddings, as in `encode`."""
 
     def __init__(self, model: LTGBert, padding: Tensor) -> None:
         """padding: int64 [B], how many tokens at the start of each row are padding (whatever their ids)."""
@@ -113,8 +112,7 @@ class _AttentionCache:
     """One layer's attention and what it keeps of the tokens read: tensors [B, H, capacity, ...] that double when full.
 
     The position terms of score(i, j) = q_i.k_j + q_i.key_pos[s] + k_j.query_pos[s] depend on i - j >= 0 through the
-    slot s alone. The second is looked up in a table of the new query, the third in one made when key j was read.
-    """
+    slot s alone. The second is looked up in a table of the new query, the third in one made when key j was read."""
 
     def __init__(
         self,

@@ -60,8 +60,7 @@ class Suite:
 
     values: of an objective and its texts' token scores [1, N], an array that can be averaged over objectives; metrics:
     of such an array, fractions and correlations by NAME and NAME/PART. last_words: as LAMBADA is scored, with the best
-    tokens in a second line of scores; it has no fused mode.
-    """
+    tokens in a second line of scores; it has no fused mode."""
 
     name: str
     items: int

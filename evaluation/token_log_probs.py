@@ -33,8 +33,7 @@ class TokenizedSentences:
 
     ids: int64 [N]. words: int64 [N], the number of the word that each token belongs to. starts: int64 [S + 1].
     first, scored: int64 [S]; tokens first[s] .. scored[s] of sentence s are scored, maybe none; those before, of which
-    token 0 is `<s>`, are only read.
-    """
+    token 0 is `<s>`, are only read."""
 
     ids: np.ndarray
     words: np.ndarray
@@ -125,8 +124,7 @@ def encode_sentences(
     """Tokenise texts; words are what the tokenizer's pre-tokeniser cuts a text into.
 
     contexts: of how many characters at the beginning of each text the tokens are only read (default: none). A token
-    that has characters on both sides is scored, as one of " word" is.
-    """
+    that has characters on both sides is scored, as one of " word" is."""
     encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
     end = [] if special.eos is None else [special.eos]
     lengths = np.array([1 + len(encoding.ids) + len(end) for encoding in encodings], np.int64)
@@ -184,8 +182,7 @@ def token_scores(
     word_l2r: mask the sub-words of the same word that follow the masked token too (PLL-word-l2r: Kauf and Ivanova,
     2023), so that a word's first part is not given away by the rest. temperatures: logits are divided by them.
     best: one line more, 1 where no token is more probable than the scored one, else 0. progress: called with the
-    number of tokens read after each batch. All ranks share the work and get the result.
-    """
+    number of tokens read after each batch. All ranks share the work and get the result."""
     documents, world = _documents(sentences, causal), scorer.world
     shape = scorer.shape.holding(int(documents.lengths.max(initial=1)))
     order = np.argsort(-documents.lengths, kind="stable")  # the longest first

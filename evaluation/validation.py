@@ -47,8 +47,7 @@ def validate(
     """Metrics `PREFIXmasked_lossSUFFIX`, the same with `perplexity` and `accuracy`, and all of them for each objective.
 
     Masked: 15 % of tokens, with masks that never change. The model's mode is restored.
-    wanted: whether this rank wants to stop; all ranks then raise Abandoned at the next batch.
-    """
+    wanted: whether this rank wants to stop; all ranks then raise Abandoned at the next batch."""
     objectives = held_out.options.objectives
     sums = torch.zeros(len(objectives), 4, dtype=torch.float64, device=world.device)
     rows = micro_batch_rows(local_batch_size, held_out.seq_length, held_out.seq_length)

@@ -58,8 +58,7 @@ class Item:
     """Choices between completions [C], each behind its prefix [C].
 
     paradigm: what the pipeline calls UID; results are means over these, in each part first. share: people's share of
-    the first choice; None where the first is right. shown: what the model reads before each prefix, as examples.
-    """
+    the first choice; None where the first is right. shown: what the model reads before each prefix, as examples."""
 
     paradigm: str
     prefixes: tuple[str, ...]
@@ -198,8 +197,7 @@ def with_examples(dataset: Dataset, shots: int, seed: int, separator: str) -> Da
     """A dataset whose items stand behind `shots` others of their paradigm with the right choice and a separator each.
 
     Which ones is a function of the seed and the item's place. Of WUG, where no choice is right, none; nor of reading.
-    Raises ConfigError where a paradigm has too few items.
-    """
+    Raises ConfigError where a paradigm has too few items."""
     if not shots or any(item.share is not None for item in dataset.items):
         return dataset
     members = members_of(item.paradigm for item in dataset.items)

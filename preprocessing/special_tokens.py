@@ -45,8 +45,7 @@ def add_special_tokens(path: Path, given: str, roles: Sequence[str]) -> tuple[To
     """The tokenizer with a token for each of `roles` that it lacks, and its special tokens.
 
     given: as --special_tokens; of the tokens that it names for `roles`, those that the vocabulary lacks are appended.
-    Raises ShardError, one sentence.
-    """
+    Raises ShardError, one sentence."""
     tokenizer, named = load_tokenizer(path), parse_roles(given)
     new = {role: named.get(role, parse_roles(OURS)[role]) for role in roles}
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)

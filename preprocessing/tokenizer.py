@@ -154,8 +154,7 @@ class DocumentEncoder:
     Where the tokenizer's pre-tokeniser is ours or GPT-2's, ids are looked up by stretch (about a word) in a bounded
     cache. That is exactly equal to the library, and faster where words come again: in English a few times, in Chinese
     without spaces not at all. Other tokenizers, and `cache=False`, go through the library alone. A document beyond 1 M
-    characters is encoded in pieces that end before a line break; ours cuts there anyway, so that changes nothing.
-    """
+    characters is encoded in pieces that end before a line break; ours cuts there anyway, so that changes nothing."""
 
     def __init__(self, tokenizer: Tokenizer, *, cache: bool = True) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers says how many cores to use

@@ -70,8 +70,7 @@ def score_table(groups: Sequence[Group], scores: Sequence[Score], base: Group, s
     """A row a group, a column a score, or of many scores the other way round: mean ± standard error, the best marked,
     and the p-value against the base group.
 
-    same_data: whether losses are of the same held-out tokens; else they are not compared.
-    """
+    same_data: whether losses are of the same held-out tokens; else they are not compared."""
     best = {}
     for score in scores:
         if score.lower_is_better and not same_data:

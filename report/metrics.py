@@ -116,8 +116,7 @@ def smooth(y: np.ndarray, width: int) -> np.ndarray:
     """Return y [N] averaged over about `width` neighbours to both sides, the near ones counting more.
 
     The weights fall linearly and are centred, so the curve does not lag behind a falling loss; at both ends they are
-    those of the neighbours that exist. A width of 0 gives y itself.
-    """
+    those of the neighbours that exist. A width of 0 gives y itself."""
     weights = np.concatenate([np.arange(1, width + 1), np.arange(width + 1, 0, -1)]).astype(np.float64)
     padded = np.pad(y, width)
     present = np.pad(np.ones(len(y)), width)

@@ -71,8 +71,7 @@ class Run:
         """The fraction of all time since its first start that went into the steps it has now ("goodput").
 
         The rest is start-up, validation, waiting for saves, steps that were lost and done again, and the time between
-        starts, in queues too. None where files do not tell.
-        """
+        starts, in queues too. None where files do not tell."""
         try:
             began = datetime.fromisoformat(self.starts[0].time)
             ended = datetime.now(timezone.utc)
@@ -328,8 +327,7 @@ def downsample(x: np.ndarray, y: np.ndarray, limit: int = MAX_POINTS) -> tuple[n
     """At most `limit` points of a line x, y [N] that draw like all of them.
 
     From each of limit / 4 groups of neighbours: the first, the last, the smallest and the largest (M4, Jugel et al.,
-    VLDB 2014). Nothing is averaged: every point kept is one of the line's own.
-    """
+    VLDB 2014). Nothing is averaged: every point kept is one of the line's own."""
     if len(x) <= limit:
         return x, y
     edges = np.linspace(0, len(x), limit // 4 + 1).astype(int)
