@@ -70,20 +70,23 @@ def host_milliseconds(function: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def newton_schulz(model: PretrainingModel) -> Callable[[], Any]:
+def newton_schulz(model: PretrainingModel, by_torch: bool) -> Callable[[], Any]:
     """Newton-Schulz of stacks of the shapes of a model's matrices, in bfloat16."""
     shapes = Counter[tuple[int, int]]()
     for parameter, projections in model.hidden_matrices().items():
         shapes[parameter.size(0) // projections, parameter.size(1)] += projections
     stacks = [torch.randn(n, *shape, device="cuda", dtype=torch.bfloat16) for shape, n in shapes.items()]
-    return lambda: [muon.newton_schulz(stack) for stack in stacks]
+    if by_torch:
+        return lambda: [muon.newton_schulz(stack) for stack in stacks]
+    scales = [1 / torch.linalg.vector_norm(stack, dim=(1, 2), dtype=torch.float32) for stack in stacks]
+    return lambda: [muon.orthogonalised(*each) for each in zip(stacks, scales, strict=True)]
 
 
 def timed_call(name: str, update: OptimizerStep) -> Callable[[], Any]:
     """The call that a method's name stands for."""
     if name.startswith("Newton-Schulz"):
         assert isinstance(update.model, PretrainingModel)
-        return newton_schulz(update.model)
+        return newton_schulz(update.model, by_torch=name.endswith("torch"))
     if name.endswith("alone"):
         return update.optimizer.step
     if not name.startswith("checksums"):
@@ -109,10 +112,11 @@ def main() -> int:
         ("LAMB, separate calls (reference)", "lamb", False),
         ("AdamW of torch, fused, with clipping and average", "adamw", False),
         ("AdamW of torch, fused, its step alone", "adamw", False),
-        ("NorMuon and AdamW, with clipping and average", "normuon", False),
-        ("NorMuon and AdamW, its step alone", "normuon", False),
-        ("Muon and AdamW, its step alone", "muon", False),
-        ("Newton-Schulz of all matrices, alone", "normuon", False),
+        ("NorMuon and AdamW, fused", "normuon", True),
+        ("NorMuon and AdamW, separate calls (reference)", "normuon", False),
+        ("Muon and AdamW, fused", "muon", True),
+        ("Newton-Schulz of all matrices, alone", "normuon", True),
+        ("Newton-Schulz of all matrices, by torch", "normuon", True),
         ("checksums of weights, average and moments", "lamb", True),
     ]
     rate, results, parameters = copy_rate(), [], 0

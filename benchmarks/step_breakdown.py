@@ -41,7 +41,10 @@ _KERNELS = {
 }
 # Those of ops/lamb_cuda.py, which run outside of what torch calls an operator.
 _OPTIMIZER = "clipping, optimizer, weight average"
-_OPTIMIZER_KERNELS = {"gradient_squares", "gradient_norm", "moments", "trust_ratios", "apply", "moments_and_apply"}
+_OPTIMIZER_KERNELS = {
+    "gradient_squares", "gradient_norm", "moments", "trust_ratios", "apply", "moments_and_apply", "momenta",
+    "row_squares", "row_scales", "descend",
+}  # fmt: skip
 
 
 def part_of_events(events: Any) -> Counter[str]:

@@ -1,10 +1,10 @@
-"""CUDA kernels of clipping, LAMB and the average of the weights, in three passes over memory.
+"""CUDA kernels of clipping, LAMB, Muon and the average of the weights, in three passes over memory.
 
     update = FusedLamb()
     norm = update([(settings, tensors), ...], max_norm, average_decay)      one element for each group of parameters
 
-does what the reference does, `clip_gradients`, `Lamb.step` and `Ema.update` one after the other, except that gradients
-stay unclipped.
+does what the reference does, `clip_gradients`, `Lamb.step` or `Muon.step`, and `Ema.update` one after the other, except
+that gradients stay unclipped. Between the passes over matrices that Muon updates are the products of ops/muon_cuda.py.
 The source is ops/cuda/lamb.cu, compiled by NVRTC (ops/nvrtc.py); float32, any sizes and addresses. Its passes read g,
 then g m v w, then m v w a, and move 52 bytes an element, where the separate calls move 140. Deterministic, without
 atomics. Nothing here waits for the device: when tensors have moved since the call before, as gradients do, a new table
@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ops import nvrtc
+from ops import muon, nvrtc
+from ops.lamb import Lamb
 from ops.nvrtc import Module
 
 _SOURCE = Path(__file__).parent / "cuda" / "lamb.cu"
@@ -31,35 +32,84 @@ _THREADS, _CHUNK = 256, 4096  # as in the source
 
 
 class Settings(NamedTuple):
-    """What a group's step depends on besides its tensors. step: counts from 1, this one included."""
+    """What a group's step depends on besides its tensors. step: counts from 1, this one included.
+
+    trust: whether there is a trust ratio for each tensor, with weight decay.
+    """
 
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     step: int
+    trust: bool = True
+    shape = None
+
+
+class MatrixSettings(NamedTuple):
+    """The same of Muon's step with matrices of one shape, as many one above the other in each parameter as fit into it.
+
+    by_row: NorMuon. cautious: as of `ops.muon.Muon`.
+    """
+
+    shape: tuple[int, int]
+    lr: float
+    momentum: float
+    eps: float
+    weight_decay: float
+    by_row: bool
+    cautious: bool
 
 
 class Tensors(NamedTuple):
-    """A group's tensors, parameter by parameter. averages: None where a parameter has none."""
+    """A group's tensors, parameter by parameter. averages: None where a parameter has none.
+
+    first, second: moments; of matrices the momentum, and NorMuon's mean squares of rows or None.
+    """
 
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor]
     first: Sequence[Tensor]
-    second: Sequence[Tensor]
+    second: Sequence[Tensor | None]
     averages: Sequence[Tensor | None]
 
 
-def obstacle(device: torch.device) -> str:
-    """Why a device cannot run the kernels; "" where it can. Compiles nothing."""
-    return nvrtc.obstacle(device, capability=0)
+def begin_groups(optimizer: Lamb, averages: dict[Any, Tensor]) -> Iterator[tuple[Settings | MatrixSettings, Tensors]]:
+    """Begin a step of all groups: what the kernels are given of each parameter that has a gradient.
+
+    averages: by parameter, of which these are taken out.
+    """
+    for group in optimizer.param_groups:
+        group["step"] += 1
+        own: list[Any] = [parameter for parameter in group["params"] if parameter.grad is not None]
+        usual = {name: group[name] for name in ("lr", "eps", "weight_decay")}
+        if "projections" in group:
+            assert isinstance(optimizer, muon.Muon)
+            usual |= {"by_row": optimizer.by_row, "cautious": optimizer.cautious}
+            usual["momentum"] = group.get("momentum", optimizer.momentum)
+            of_shapes = muon.by_shape(own, group).items()
+            parts = [
+                (MatrixSettings(shape, **usual), same, optimizer.matrix_moments(same)) for shape, same in of_shapes
+            ]
+        else:
+            usual |= {"betas": group["betas"], "step": group["step"], "trust": group.get("trust", True)}
+            parts = [(Settings(**usual), own, optimizer.moments(own))]
+        for settings, same, moments in parts:
+            gradients = [parameter.grad for parameter in same]
+            yield settings, Tensors(same, gradients, *moments, [averages.pop(parameter) for parameter in same])
+
+
+def obstacle(device: torch.device, matrices: bool = False) -> str:
+    """Why a device cannot run the kernels (those of Muon, too); "" where it can. Compiles nothing."""
+    return nvrtc.obstacle(device, capability=8 if matrices else 0)
 
 
 @cache
-def available(device: torch.device) -> bool:
-    """Whether the kernels run there: no obstacle, compiled and loaded. Warns where they should run but do not load."""
+def available(device: torch.device, matrices: bool = False) -> bool:
+    """Whether the kernels (of Muon, too) run there: no obstacle, compiled and loaded. Warns where they should, and do
+    not load."""
     consequence = "the optimizer runs without its CUDA kernels, more slowly"
-    return not obstacle(device) and nvrtc.loads(lambda: _module(nvrtc.number_of(device)), consequence)
+    return not obstacle(device, matrices) and nvrtc.loads(lambda: _module(nvrtc.number_of(device)), consequence)
 
 
 def fits(tensor: Tensor) -> bool:
@@ -80,22 +130,24 @@ class FusedLamb:
     """The kernels together with their tables of addresses and their scratch memory for one model on one device."""
 
     def __init__(self) -> None:
-        self._known: list[int] = []
+        self._known: tuple[list[tuple[int, ...]], list[int], list[int]] = ([], [], [])
         self._gradients_known: list[int] = []
 
     @torch.no_grad()
-    def __call__(self, groups: Sequence[tuple[Settings, Tensors]], max_norm: float, average_decay: float) -> Tensor:
+    def __call__(
+        self, groups: Sequence[tuple[Settings | MatrixSettings, Tensors]], max_norm: float, average_decay: float
+    ) -> Tensor:
         """Update weights, moments and averages in place; returns the norm of all gradients, a tensor on the device.
 
-        max_norm: gradients count as if scaled down to this total norm (infinity: as they are). A group with weight
-        decay has a trust ratio for each tensor, one without has none. Every tensor must satisfy `fits`, all of a
-        parameter must have its size, and all lie on one device. Raises ValueError otherwise.
+        max_norm: gradients count as if scaled down to this total norm (infinity: as they are). Every tensor must
+        satisfy `fits`, all of a parameter must have its size (mean squares one a row), and all lie on one device.
+        Raises ValueError otherwise.
         """
         groups = [(settings, tensors) for settings, tensors in groups if len(tensors.weights)]
         if not groups:
             return torch.zeros(())
         device = groups[0][1].weights[0].device
-        self._update_tables([tensors for _, tensors in groups], device)
+        self._update_tables(groups, device)
         clip = torch.empty(2, device=device)
         module, stream = _module(device.index), torch.cuda.current_stream(device).cuda_stream
         params = _Params(
@@ -105,53 +157,89 @@ class FusedLamb:
             max_norm=max_norm,
             average_step=1 - average_decay,
         )
+
+        def launch(name: str, blocks: int) -> None:
+            module.launch(name, blocks, _THREADS, params, stream)
+
         with torch.cuda.device(device):
-            module.launch("gradient_squares", len(self._chunks), _THREADS, params, stream)
-            module.launch("gradient_norm", 1, _THREADS, params, stream)
+            launch("gradient_squares", len(self._chunks))
+            launch("gradient_norm", 1)
             tensor = 0
             for settings, tensors in groups:
                 count = len(tensors.weights)
+                if isinstance(settings, MatrixSettings):
+                    count = sum(weight.numel() for weight in tensors.weights) // math.prod(settings.shape)
                 first, blocks = self._first_chunks[tensor], self._first_chunks[tensor + count]
                 blocks -= first
-                _set(params, settings, tensor, first)
+                params.first_tensor, params.first_chunk = tensor, first
+                _set(params, settings)
                 if not blocks:
                     pass
-                elif settings.weight_decay > 0:
-                    module.launch("moments", blocks, _THREADS, params, stream)
-                    module.launch("trust_ratios", count, _THREADS, params, stream)
-                    module.launch("apply", blocks, _THREADS, params, stream)
+                elif isinstance(settings, MatrixSettings):
+                    _step_matrices(settings, params, self._trust[tensor : tensor + count], blocks, launch)
+                elif settings.weight_decay > 0 and settings.trust:
+                    launch("moments", blocks)
+                    launch("trust_ratios", count)
+                    launch("apply", blocks)
                 else:
-                    module.launch("moments_and_apply", blocks, _THREADS, params, stream)
+                    launch("moments_and_apply", blocks)
                 tensor += count
         return clip[0]
 
-    def _update_tables(self, groups: Sequence[Tensors], device: torch.device) -> None:
+    def _update_tables(self, groups: Sequence[tuple[Settings | MatrixSettings, Tensors]], device: torch.device) -> None:
         """Bring the tables up to date with where the tensors are now."""
-        weights, gradients, first, second = (
-            [tensor for group in groups for tensor in part(group)]
-            for part in (lambda g: g.weights, lambda g: g.gradients, lambda g: g.first, lambda g: g.second)
-        )
-        averages = [average for group in groups for average in group.averages]
+        weights = [tensor for _, group in groups for tensor in group.weights]
+        gradients = [tensor for _, group in groups for tensor in group.gradients]
+        moments = [pair for _, group in groups for pair in zip(group.first, group.second, strict=True)]
+        averages = [tensor for _, group in groups for tensor in group.averages]
+        shapes = [settings.shape for settings, group in groups for _ in group.weights]
         sizes = [weight.numel() for weight in weights]
-        known = [tensor.data_ptr() for tensor in (*weights, *first, *second)]
-        known += [0 if average is None else average.data_ptr() for average in averages] + sizes
-        if known != self._known:
-            for tensors in (weights, first, second, averages):
-                _check(tensors, sizes, device)
-            # Lines of weights, moments, averages and sizes, transposed: tensor by tensor the fields of `struct Tensor`.
-            self._table = _to_device(torch.tensor(known, dtype=torch.int64).view(5, len(weights)).t(), device)
-            chunks, spans = chunk_table(sizes)
+        parts = [size // math.prod(shape) if shape else 1 for size, shape in zip(sizes, shapes, strict=True)]
+        tensors = [(w, *of, a) for w, of, a in zip(weights, moments, averages, strict=True)]
+        known = [tuple(0 if each is None else each.data_ptr() for each in four) for four in tensors]
+        if (known, sizes, parts) != self._known:
+            table, self._parts = [], list[tuple[int, int]]()
+            for k, (four, size, shape, count) in enumerate(zip(tensors, sizes, shapes, parts, strict=True)):
+                lengths = (size, size, size // shape[1] if shape else size, size)
+                _check(four, lengths, device)
+                for part in range(count):  # a matrix, or all of a tensor: the fields of `struct Tensor`
+                    places = zip(known[k], lengths, strict=True)
+                    own = [place and place + 4 * part * (length // count) for place, length in places]
+                    table.append([*own, size // count])
+                    self._parts.append((k, 4 * part * (size // count)))
+            self._table = _to_device(torch.tensor(table, dtype=torch.int64), device)
+            chunks, spans = chunk_table([size for *_, size in table])
             self._first_chunks = [*spans[:, 0].tolist(), len(chunks)]
             self._chunks, self._spans = _to_device(chunks, device), _to_device(spans, device)
             self._squares = torch.empty(len(chunks), device=device)
             self._sums = torch.empty(len(chunks), 2, device=device)
-            self._trust = torch.empty(len(weights), device=device)
-            self._known = known
+            self._trust = torch.empty(len(table), device=device)
+            self._known, self._gradients_known = (known, sizes, parts), []
         moved = [gradient.data_ptr() for gradient in gradients]
         if moved != self._gradients_known:
             _check(gradients, sizes, device)
-            self._gradients = _to_device(torch.tensor(moved, dtype=torch.int64), device)
+            places = torch.tensor([moved[k] + offset for k, offset in self._parts], dtype=torch.int64)
+            self._gradients = _to_device(places, device)
             self._gradients_known = moved
+
+
+def _step_matrices(
+    settings: MatrixSettings, params: _Params, scales: Tensor, blocks: int, launch: Callable[[str, int], None]
+) -> None:
+    """The step of a group of matrices. scales: [matrices] of their updates' norms, to be filled."""
+    count, (rows, columns) = len(scales), settings.shape
+    stack = torch.empty(count, rows, columns, dtype=torch.bfloat16, device=scales.device)
+    params.stack, params.n_matrices = stack.data_ptr(), count
+    launch("momenta", blocks)
+    launch("trust_ratios", count)
+    directions = muon.orthogonalised(stack, scales)
+    params.stack = directions.data_ptr()
+    of_rows = torch.empty(2, count, rows, device=scales.device)
+    params.scales = of_rows.data_ptr() if settings.by_row else 0
+    if settings.by_row:
+        launch("row_squares", -(-count * rows // (_THREADS // 32)))
+        launch("row_scales", count)
+    launch("descend", blocks)
 
 
 def _check(tensors: Sequence[Tensor | None], sizes: Sequence[int], device: torch.device) -> None:
@@ -180,25 +268,25 @@ class _Params(ctypes.Structure):
         + [(name, ctypes.c_int32) for name in ("n_chunks", "first_chunk", "first_tensor")]
         + [(name, ctypes.c_float) for name in ("max_norm", "first_step", "second_step", "beta2")]
         + [(name, ctypes.c_float) for name in ("first_correction", "second_correction", "eps", "weight_decay", "lr")]
-        + [("average_step", ctypes.c_float)]
+        + [("average_step", ctypes.c_float), ("stack", ctypes.c_void_p), ("scales", ctypes.c_void_p)]
+        + [("rows", ctypes.c_int64), ("columns", ctypes.c_int64), ("n_matrices", ctypes.c_int32)]
+        + [(name, ctypes.c_float) for name in ("momentum_step", "row_step", "scale")]
+        + [("cautious", ctypes.c_int32)]
     )
 
 
-def _set(params: _Params, settings: Settings, first_tensor: int, first_chunk: int) -> None:
+def _set(params: _Params, settings: Settings | MatrixSettings) -> None:
     """Set what differs from group to group; launches copy the parameters, so they may change afterwards."""
-    (beta1, beta2), step = settings.betas, settings.step
-    values = {
-        "first_chunk": first_chunk,
-        "first_tensor": first_tensor,
-        "first_step": 1 - beta1,
-        "second_step": 1 - beta2,
-        "beta2": beta2,
-        "first_correction": 1 / (1 - beta1**step),
-        "second_correction": 1 / math.sqrt(1 - beta2**step),
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-        "lr": settings.lr,
-    }
+    values: dict[str, float] = {name: getattr(settings, name) for name in ("eps", "weight_decay", "lr")}
+    if isinstance(settings, MatrixSettings):
+        rows, columns = settings.shape
+        values |= {"first_step": 1 - settings.momentum, "momentum_step": settings.momentum, "rows": rows}
+        values |= {"columns": columns, "row_step": 1 - muon.ROW_BETA, "cautious": settings.cautious}
+        values["scale"] = muon.RMS if settings.by_row else muon.matched_scale(settings.shape)
+    else:
+        (beta1, beta2), step = settings.betas, settings.step
+        values |= {"first_step": 1 - beta1, "second_step": 1 - beta2, "beta2": beta2}
+        values |= {"first_correction": 1 / (1 - beta1**step), "second_correction": 1 / math.sqrt(1 - beta2**step)}
     for name, value in values.items():
         setattr(params, name, value)
 

@@ -1,26 +1,31 @@
 """Muon and NorMuon: momentum made orthogonal, scales by row, cautious weight decay.
 
-Pure PyTorch on stacks [S, m, n] of equal matrices: a few batched products for all layers at once, and nothing waits for
-the device.
+PyTorch on stacks [S, m, n] of equal matrices: a few batched products for all layers at once, and nothing waits for the
+device. On CUDA training takes the same steps by ops/lamb_cuda.py, and its products by ops/muon_cuda.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ops import nvrtc
 from ops.lamb import Lamb
 
 # Of the quintic iteration, with the number of its steps: K. Jordan, "Muon" (kellerjordan.github.io/posts/muon, 2024).
 # Its slope at 0 is large; singular values end between about 0.7 and 1.2, not at 1, which does no harm.
 COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5
 _EPS = 1e-7  # of norms; as in torch.optim.Muon
-_ROW_BETA = 0.95  # of NorMuon's mean squares: the beta2 of its paper
-_RMS = 0.2  # of an update at rate 1, AdamW's usual one: Liu et al. 2025, arXiv 2502.16982, section 2.2
+TILE = 128  # of ops/muon_cuda.py, which needs Triton to be imported
+ROW_BETA = 0.95  # of NorMuon's mean squares: the beta2 of its paper
+RMS = 0.2  # of an update at rate 1, AdamW's usual one: Liu et al. 2025, arXiv 2502.16982, section 2.2
 
 
 def working_dtype(device: torch.device) -> torch.dtype:
@@ -45,9 +50,24 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     return x
 
 
-def matched_scale(directions: Tensor) -> float:
-    """By which orthogonal [S, m, n] get entries of the root mean square 0.2: 0.2 sqrt(max(m, n))."""
-    return _RMS * math.sqrt(max(directions.shape[-2:]))
+@cache
+def obstacle(device: torch.device, *sides: int) -> str:
+    """Why ops/muon_cuda.py has no products for matrices with these sides on a device; "" where it has."""
+    if odd := [side for side in sides if side % TILE]:
+        return f"a side of a matrix is {odd[0]} and not a multiple of {TILE}"
+    return nvrtc.obstacle(device, capability=9) or ("there is no Triton" if find_spec("triton") is None else "")
+
+
+def orthogonalised(updates: Tensor, scales: Tensor) -> Tensor:
+    """`newton_schulz` of bfloat16 matrices [S, m, n] on CUDA, which scales [S] give norm 1, as fast as can be there."""
+    if obstacle(updates.device, *updates.shape[1:]):
+        return newton_schulz(updates * scales.view(-1, 1, 1).to(updates.dtype))
+    return import_module("ops.muon_cuda").orthogonalised(updates, scales)
+
+
+def matched_scale(shape: tuple[int, int]) -> float:
+    """By which orthogonal matrices [m, n] get entries of the root mean square 0.2: 0.2 sqrt(max(m, n))."""
+    return RMS * math.sqrt(max(shape))
 
 
 def row_scales(directions: Tensor, second: Tensor, beta: float, eps: float) -> Tensor:
@@ -61,7 +81,7 @@ def row_scales(directions: Tensor, second: Tensor, beta: float, eps: float) -> T
     second.lerp_(squares, 1 - beta)
     scales = 1 / (second.sqrt() + eps)
     norms = (squares * scales.square()).sum(dim=-1, keepdim=True).mul(columns).sqrt().clamp(min=_EPS)
-    return (scales / norms).mul(_RMS * math.sqrt(directions[0].numel())).unsqueeze(-1)
+    return (scales / norms).mul(RMS * math.sqrt(directions[0].numel())).unsqueeze(-1)
 
 
 def descend(
@@ -80,6 +100,14 @@ def descend(
         weights.addcmul_(directions, scales, value=-rate)
     else:
         weights.add_(directions, alpha=-rate * scales)
+
+
+def by_shape(parameters: list[Any], group: dict[str, Any]) -> dict[tuple[int, int], list[Any]]:
+    """Some parameters of a group of matrices by the shape of their projections."""
+    counts, found = dict(zip(group["params"], group["projections"], strict=True)), {}
+    for parameter in parameters:
+        found.setdefault((parameter.size(0) // counts[parameter], parameter.size(1)), []).append(parameter)
+    return found
 
 
 class Muon(Lamb):
@@ -108,24 +136,24 @@ class Muon(Lamb):
             return super().entries(group)
         return ("momentum", "row_square") if self.by_row else ("momentum",)
 
+    def matrix_moments(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor] | list[None]]:
+        """Momentum and, of NorMuon, mean squares of rows; zeros of a matrix that never took a step."""
+        squares = self._kept("row_square", parameters, by_row=True) if self.by_row else [None] * len(parameters)
+        return self._kept("momentum", parameters), squares
+
     @torch.no_grad()
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Take a step with parameters of a group, which have gradients: matrices of one shape all at once."""
         if "projections" not in group:
             return super().update(parameters, group)
-        counts = dict(zip(group["params"], group["projections"], strict=True))
         momenta = self._kept("momentum", parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         momentum = group.get("momentum", self.momentum)  # of the group, where it moves
         torch._foreach_lerp_(momenta, gradients, 1 - momentum)
         updates = torch._foreach_lerp(gradients, momenta, momentum)
-        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        for parameter, update in zip(parameters, updates, strict=True):
-            shape = (parameter.size(0) // counts[parameter], parameter.size(1))
-            stacks.setdefault(shape, []).append((parameter, update))
-        for shape, pairs in stacks.items():
-            same, directions = (list(tensors) for tensors in zip(*pairs, strict=True))
-            self._descend(same, directions, shape, group)
+        of = dict(zip(parameters, updates, strict=True))
+        for shape, same in by_shape(parameters, group).items():
+            self._descend(same, [of[parameter] for parameter in same], shape, group)
         return None
 
     def _descend(
@@ -137,11 +165,11 @@ class Muon(Lamb):
         stack = torch.empty(sum(rows), shape[1], dtype=dtype, device=parameters[0].device)
         torch._foreach_copy_(stack.split(rows), updates)
         directions = newton_schulz(stack.view(-1, *shape))
-        scales: Tensor | float = matched_scale(directions)
+        scales: Tensor | float = matched_scale(shape)
         if self.by_row:
             kept = self._kept("row_square", parameters, by_row=True)
             second = torch.cat(kept)
-            scales = row_scales(directions, second.view(-1, shape[0]), _ROW_BETA, group["eps"])
+            scales = row_scales(directions, second.view(-1, shape[0]), ROW_BETA, group["eps"])
             torch._foreach_copy_(kept, second.split(rows))
         weights = torch.cat(parameters)
         stacked = weights.view(-1, *shape)

@@ -45,7 +45,9 @@ BELOW |= {"preprocessing": {"data"}, "demo": set()}
 BELOW_INSIDE_FUNCTIONS = {"preprocessing": {"model", "model_extra"}}
 AT_IMPORT_TIME = {"torch", "numpy", "tokenizers", "tqdm"}
 # Copied into exported folders, where transformers imports them; nothing here does.
-FOR_TRANSFORMERS = {path.relative_to(ROOT) for path in (ROOT / "export").glob("*_gpt_bert.py")}
+ALSO_IMPORTED = {path.relative_to(ROOT): {"transformers"} for path in (ROOT / "export").glob("*_gpt_bert.py")}
+# Imported where there is Triton alone, whose kernels are functions of a module that has imported it.
+ALSO_IMPORTED[Path("ops/muon_cuda.py")] = {"triton"}
 LAZY = {
     "wandb",
     "tensorboard",
@@ -195,7 +197,7 @@ def test_training_is_a_story_of_few_parts():
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_import_time_needs_four_packages_only(path):
     foreign = {name for name, at_import in imports(path) if at_import} - set(sys.stdlib_module_names) - set(BELOW)
-    assert foreign <= AT_IMPORT_TIME | ({"transformers"} if path in FOR_TRANSFORMERS else set())
+    assert foreign <= AT_IMPORT_TIME | ALSO_IMPORTED.get(path, set())
 
 
 @pytest.mark.slow

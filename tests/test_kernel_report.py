@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model import ModelConfig
-from ops import attention_cuda, nvrtc, residual, residual_cuda, rope
+from ops import attention_cuda, muon, nvrtc, residual, residual_cuda, rope
 from slurm import doctor_machine
 from slurm.doctor_table import OK, WARN
 from training import summary
@@ -102,6 +102,16 @@ def test_other_reasons_are_named(monkeypatch: pytest.MonkeyPatch):
     )
     assert "because they compute in bfloat16 (--mixed_precision) (about 185 to 350 % more" in report(precise)
     assert report(dataclasses.replace(FLAGS, optimizer="adamw")) == ALL.removesuffix(", optimizer")
+    normuon = dataclasses.replace(FLAGS, optimizer="normuon")
+    for triton, says in (
+        ("", " | not: symmetric products because there is no Triton (about"),
+        (" ", ", symmetric products"),
+    ):
+        muon.obstacle.cache_clear()
+        monkeypatch.setattr(muon, "find_spec", {"": lambda _: None}.get(triton, str))
+        assert report(normuon).startswith(ALL + says)
+    assert "a side of a matrix is 2624 and not a multiple of 128" in report(normuon, intermediate_size=2624)
+    muon.obstacle.cache_clear()
     assert "gate norm" not in report(model_type="ltg-bert")
     names = {"loss": "loss", "norm": "gate norm, feed-forward norm", "loss,optimizer": "loss, optimizer"}
     for parts, kernels in names.items():

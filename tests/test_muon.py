@@ -1,8 +1,12 @@
-"""Muon and NorMuon: beside torch.optim.Muon, beside their formulas in float64, and as a run on other ranks."""
+"""Muon and NorMuon: beside torch.optim.Muon, beside their formulas in float64, and its kernels beside both."""
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
+from importlib.util import find_spec
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from ops import muon
-from training.optimizers import MatrixOptions, Muon, make_optimizer
+from training.ema import Ema
+from training.optimizers import MatrixOptions, Muon, OptimizerStep, make_optimizer, named_state
 
 SETTINGS = {"lr": 0.02, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = [(24, 16), (16, 24), (12, 12)]
@@ -152,23 +157,102 @@ def test_muon_leaves_a_matrix_without_gradient_alone():
     assert not torch.equal(model.transformer.mlp_layers[1].mlp["1"].weight, before)
 
 
+def of_definition(x: Tensor, y: Tensor, tall: bool = False, polynomial: bool = False, scales=None, power: int = 1):
+    """What the kernel of ops/muon_cuda.py makes."""
+    first, second = x.float(), y.float()
+    product = first.mT @ second if tall else first @ second.mT
+    if polynomial:
+        a, b, c = muon.COEFFICIENTS
+        product = a * torch.eye(x.size(1)) + b * first + c * product
+    if scales is not None:
+        product = product * scales.view(-1, 1, 1) ** power
+    return (product.tril() + product.tril(-1).mT).to(x.dtype)
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 64), (3, 64, 200), (3, 200, 64)])
+def test_several_steps_together_are_the_steps(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]):
+    """Of plain and of nearly singular matrices; rounded to bfloat16 they lose no more than the steps one by one."""
+    if find_spec("triton") is None:
+        for name in ("triton", "triton.language"):
+            monkeypatch.setitem(sys.modules, name, Mock(jit=lambda kernel: kernel))
+    monkeypatch.delitem(sys.modules, "ops.muon_cuda", raising=False)
+    products = importlib.import_module("ops.muon_cuda")
+    monkeypatch.delitem(sys.modules, "ops.muon_cuda")
+    monkeypatch.setattr(products, "_product", of_definition)
+    few = random(3, shape[1], 8, seed=1) @ random(3, 8, shape[2], seed=2) + 0.01 * random(*shape)
+    for updates in (random(*shape) * 7, few):
+        scales, exact = 1 / updates.norm(dim=(1, 2)), muon.newton_schulz(updates.double())
+        found = products.orthogonalised(updates, scales)
+        assert (found - exact).norm() < 1e-4 * exact.norm()
+        rounded = products.orthogonalised(updates.bfloat16(), scales), muon.newton_schulz(updates.bfloat16())
+        ours, plain = ((each - exact).norm() / exact.norm() for each in rounded)
+        assert ours < 1.5 * plain
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3, 128, 128), (5, 384, 1280), (5, 1280, 384), (2, 768, 768)])
+def test_symmetric_products_are_those_of_torch(shape: tuple[int, int, int]):
+    pytest.importorskip("triton", reason="there is no Triton")
+    from ops import muon_cuda
+
+    updates = random(*shape).cuda().bfloat16() * 7
+    scales = 1 / updates.float().norm(dim=(1, 2))
+    tall = shape[1] > shape[2]
+    given: dict = {"tall": tall, "scales": scales, "power": 2}
+    gram = muon_cuda._product(updates, updates, **given)
+    polynomial = muon_cuda._product(gram, gram, polynomial=True, scales=scales)
+    other = muon_cuda._product(gram, polynomial)
+    steps = ((gram, updates, updates, given), (polynomial, gram, gram, {"polynomial": True, "scales": scales}))
+    for found, x, y, options in (*steps, (other, gram, polynomial, {})):
+        options = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in options.items()}
+        expected = of_definition(x.cpu(), y.cpu(), **options).float()
+        assert (found.cpu().float() - expected).abs().max() <= 0.01 * expected.abs().max()
+        assert x is not y or torch.equal(found, found.mT)
+    found = muon_cuda.orthogonalised(updates, scales)
+    exact, plain = muon.newton_schulz(updates.double()), muon.newton_schulz(updates)
+    assert (found - exact).norm() < 1.5 * (plain - exact).norm()
+    assert torch.equal(found, muon_cuda.orthogonalised(updates, scales))
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_muon_on_cuda_is_that_of_the_cpu_and_never_waits():
-    model, on_cpu = make_model().cuda(), make_model()
-    pairs = [(m, make_optimizer(m, "normuon", **SETTINGS, matrices=MatrixOptions(cautious=True)))
-             for m in (model, on_cpu)]  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "rest", "cautious", "sizes"),
+    [
+        ("normuon", "adamw", True, {"hidden_size": 256, "intermediate_size": 384}),
+        ("normuon", "lamb", False, {}),
+        ("muon", "adamw", True, {"hidden_size": 36, "intermediate_size": 50}),
+    ],
+    ids=["tiles", "plain", "odd"],
+)
+def test_muon_on_cuda_is_that_of_the_cpu_and_never_waits(name: str, rest: str, cautious: bool, sizes: dict):
+    """Clipped, and with the average, by the kernels; also where a matrix has no gradient."""
+    updates = []
+    for device in ("cuda", "cpu"):
+        model = make_model(**sizes).to(device)
+        optimizer = make_optimizer(model, name, **SETTINGS, matrices=MatrixOptions(cautious=cautious, rest=rest))
+        updates.append(OptimizerStep(model, optimizer, Ema(model, 0.9), 0.5))
+    ours, reference = updates
+    assert ours._fused is not None
     for step in range(3):
-        for m, optimizer in pairs:
-            set_gradients(on_cpu, step)
-            for parameter, other in zip(m.parameters(), on_cpu.parameters(), strict=True):
-                assert other.grad is not None
-                parameter.grad = other.grad.to(parameter.device)
-            torch.cuda.synchronize()
-            try:
-                torch.cuda.set_sync_debug_mode("error" if step and m is model else "default")
-                optimizer.step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-    for (name, parameter), other in zip(model.named_parameters(), on_cpu.parameters(), strict=True):
-        assert (parameter.cpu() - other).norm() < 0.02 * other.norm().clamp(min=1e-3), name
+        set_gradients(reference.model, step)
+        reference.model.transformer.mlp_layers[0].mlp["1"].weight.grad = None
+        for parameter, other in zip(ours.model.parameters(), reference.model.parameters(), strict=True):
+            parameter.grad = None if other.grad is None else other.grad.to(parameter.device)
+        torch.cuda.synchronize()
+        try:
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            norm = ours()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert float(norm) == pytest.approx(float(reference()), rel=1e-5)
+    ends = [
+        dict(each.model.named_parameters())
+        | {f"average/{key}": value for key, value in each.ema.state_dict().items()}
+        | named_state(each.optimizer, each.model)
+        for each in updates
+    ]
+    assert ends[0].keys() == ends[1].keys()
+    for key, value in ends[1].items():
+        found = ends[0][key].detach().cpu()
+        assert (found - value).norm() < (0.03 if "row" in key else 0.02) * value.norm().clamp(min=1e-3), key

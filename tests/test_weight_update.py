@@ -263,6 +263,7 @@ def test_gradients_that_do_not_fit_take_the_reference():
 def test_adamw_keeps_its_own_step():
     update = make_update(Plain(device="cuda"), 0.5, "adamw")
     assert update._fused is None
+    assert all(group["fused"] for group in update.optimizer.param_groups)  # torch's own kernel
     reference = make_update(Plain(), 0.5, "adamw")
     run(update, range(1, 4))
     run(reference, range(1, 4))

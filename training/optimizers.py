@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from model_protocol import PretrainingModel
 from ops.lamb import Lamb
-from ops.lamb_cuda import FusedLamb, Settings, Tensors, available, fits
+from ops.lamb_cuda import FusedLamb, available, begin_groups, fits
 from ops.muon import Muon
 from ops.reference import reference_chosen
 from training.distributed import World
@@ -342,7 +342,8 @@ def _check_names(
 
 
 class OptimizerStep:
-    """Clips the gradients of `model`, lets `optimizer` step and updates `ema`: for LAMB on CUDA by three fused passes.
+    """Clips the gradients of `model`, lets `optimizer` step and updates `ema`: for LAMB and Muon on CUDA by three fused
+    passes.
 
     HYBRID_REFERENCE=optimizer in the environment keeps the separate calls, the reference (ops/reference.py).
     Both leave the same state behind, to float rounding, and may alternate.
@@ -362,10 +363,10 @@ class OptimizerStep:
         # What an optimizer of another package keeps of all parameters together is not known before its first step.
         self._compares = self._buckets is not None and not isinstance(optimizer, Lamb | torch.optim.AdamW)
         parameters = list(model.parameters())
-        wanted = not reference_chosen("optimizer") and type(optimizer) is Lamb
+        wanted, matrices = not reference_chosen("optimizer"), type(optimizer) is Muon
         self._fused = None
-        if wanted and all(fits(parameter) for parameter in parameters) and available(parameters[0].device):
-            self._fused = FusedLamb()
+        if wanted and (matrices or type(optimizer) is Lamb) and all(map(fits, parameters)):
+            self._fused = FusedLamb() if available(parameters[0].device, matrices) else None
 
     def __call__(self) -> Tensor:
         """Update weights, optimizer state and averages; returns the norm of the gradients before clipping.
@@ -419,14 +420,7 @@ class OptimizerStep:
             return norm
         assert isinstance(self.optimizer, Lamb)
         averages = self.ema.by_parameter(self.model)
-        groups = []
-        for group in self.optimizer.param_groups:
-            group["step"] += 1
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            gradients = [parameter.grad for parameter in parameters]
-            settings = Settings(group["lr"], group["betas"], group["eps"], group["weight_decay"], group["step"])
-            tensors = (parameters, gradients, *self.optimizer.moments(parameters))
-            groups.append((settings, Tensors(*tensors, [averages.pop(parameter) for parameter in parameters])))
+        groups = list(begin_groups(self.optimizer, averages))
         norm = self._fused(groups, max_norm, self.ema.decay)
         self.ema.take_in(averages)  # of parameters without gradient, if there are any
         return norm

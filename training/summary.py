@@ -22,7 +22,7 @@ from data.special_tokens import OURS
 from data.wording import count
 from model_config import ModelConfig
 from model_extra import model_class
-from ops import attention_cuda, cross_entropy_cuda, gated_norm_cuda, lamb_cuda, residual_cuda, rope
+from ops import attention_cuda, cross_entropy_cuda, gated_norm_cuda, lamb_cuda, muon, residual_cuda, rope
 from ops.reference import reference_chosen, reference_parts
 from training.config import TrainingConfig
 from training.distributed import World
@@ -248,6 +248,7 @@ _COSTS = {
     "feed-forward norm": (15, 15),
     "loss": (5, 10),
     "optimizer": (1, 6),
+    "symmetric products": (1, 7),
 }
 
 
@@ -304,9 +305,14 @@ def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -
     words, head = model.padded_vocab_size, cross_entropy_cuda
     loss = _Kernel("loss", "loss", False, head.obstacle(device, words), lambda: head.available(device, words))
     kernels = [attention, residual, *norms, loss]
-    if config.optimizer == "lamb":
-        obstacle = lamb_cuda.obstacle(device)
-        kernels.append(_Kernel("optimizer", "optimizer", True, obstacle, lambda: lamb_cuda.available(device)))
+    matrices = optimizer_kind(config.optimizer).matrices
+    if matrices or config.optimizer == "lamb":
+        update = partial(lamb_cuda.available, device, matrices)
+        kernels.append(_Kernel("optimizer", "optimizer", True, lamb_cuda.obstacle(device, matrices), update))
+    if matrices:
+        sides = (width, model.num_attention_heads * model.head_dim, model.intermediate_size)
+        problem = lamb_cuda.obstacle(device, True) or muon.obstacle(device, *sides)
+        kernels.append(_Kernel("symmetric products", "optimizer", True, problem, lambda: True))
     return kernels
 
 

@@ -1,5 +1,5 @@
-// Clipping, LAMB and the average of the weights over all parameters at once. Compiled at run time by ops/lamb_cuda.py,
-// which documents the arguments.
+// Clipping, LAMB, what of Muon goes element by element, and the average of the weights, over all parameters at once.
+// Compiled at run time by ops/lamb_cuda.py, which documents the arguments.
 //
 // A tensor is cut into chunks of CHUNK elements, and a block does one chunk. Five kernels, in this order:
 //   gradient_squares   each chunk's sum of squared gradients                          reads g
@@ -9,14 +9,23 @@
 //   apply              w - lr trust u, and the average                                reads m v w a, writes w a
 // and for tensors without trust ratio, instead of the last three,
 //   moments_and_apply                                                                 reads g m v w a, writes m v w a
+// Matrices of one shape that Muon updates (ops/muon.py), a tensor each, lie one behind the other in a stack of bfloat16:
+//   momenta            new momentum; the update, unscaled, and each chunk's sum of its squares        reads g m, writes m u
+//   trust_ratios       1 / |u| of each matrix, by which ops/muon_cuda.py makes directions d of them
+//   row_squares        NorMuon's mean squares and scales of rows; a warp a row                        reads d
+//   row_scales         these scales, such that entries of each matrix get a root mean square          one block a matrix
+//   descend            w - lr (scale d + decay w), and the average                                    reads d w a, writes w a
 // Sums run over chunks and threads in a fixed order, without atomics: the same input gives the same bits.
 
 typedef long long i64;
+typedef unsigned int u32;
+typedef unsigned short bf16;  // its bits
 
 constexpr int THREADS = 256;
 constexpr int CHUNK = 4096;  // longer ones were slower: a block's loop waits for its loads, another block does not
 
-// Per tensor: addresses of weight, first moment, second moment and average (0 where there is none), elements.
+// Per tensor: addresses of weight, first moment, second moment and average (0 where there is none), elements. Matrices
+// have their momentum as first, and NorMuon's mean squares of rows as second moment.
 struct Tensor {
   float *weight, *first, *second, *average;
   i64 size;
@@ -41,6 +50,14 @@ struct Params {
   float second_correction;          // 1 / sqrt(1 - beta2^t)
   float eps, weight_decay, lr;
   float average_step;               // 1 - decay of the average
+  bf16* stack;                      // [matrices, rows, columns] updates, later their directions
+  float* scales;                    // [matrices, rows] of directions (0: `scale`), and behind them as many sums
+  i64 rows, columns;
+  int n_matrices;
+  float momentum_step;              // of Nesterov's update from gradient to momentum
+  float row_step;                   // 1 - decay of NorMuon's mean squares
+  float scale;                      // of directions; NorMuon's: root mean square of their entries
+  int cautious;                     // decay only of entries that come closer to 0
 };
 
 // Where a chunk lies in memory. vectors: leading elements that are read and written four at a time, a multiple of four;
@@ -48,6 +65,7 @@ struct Params {
 struct Chunk {
   float *weight, *first, *second, *average;
   const float* gradient;
+  i64 begin;                        // in the tensor
   int tensor, size, vectors;
   bool gradient_vectors;
 };
@@ -60,6 +78,7 @@ __device__ inline Chunk find(const Params& p, int number) {
   const i64 begin = static_cast<i64>(place.y) * CHUNK;
   Chunk c;
   c.tensor = place.x;
+  c.begin = begin;
   c.size = static_cast<int>(min(static_cast<i64>(CHUNK), tensor.size - begin));
   c.weight = tensor.weight + begin;
   c.first = tensor.first + begin;
@@ -107,8 +126,8 @@ __device__ inline float update(const Params& p, float m, float v, float w) {
 }
 
 // torch.lerp: exact at both ends.
-__device__ inline float average(const Params& p, float a, float w) {
-  return p.average_step < 0.5f ? a + p.average_step * (w - a) : w - (w - a) * (1 - p.average_step);
+__device__ inline float lerp(float a, float b, float step) {
+  return step < 0.5f ? a + step * (b - a) : b - (b - a) * (1 - step);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gradient_squares(const Params p) {
@@ -197,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) apply(const Params p) {
     float4 w = load(c.weight, i), a = averages ? load(c.average, i) : make_float4(0, 0, 0, 0);
 #define ONE(x)                                \
   w.x -= rate * update(p, m.x, v.x, w.x);     \
-  a.x = average(p, a.x, w.x);
+  a.x = lerp(a.x, w.x, p.average_step);
     ONE(x) ONE(y) ONE(z) ONE(w)
 #undef ONE
     store(c.weight, i, w);
@@ -206,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) apply(const Params p) {
   for (int i = c.vectors + threadIdx.x; i < c.size; i += THREADS) {
     const float w = c.weight[i] - rate * update(p, c.first[i], c.second[i], c.weight[i]);
     c.weight[i] = w;
-    if (averages) c.average[i] = average(p, c.average[i], w);
+    if (averages) c.average[i] = lerp(c.average[i], w, p.average_step);
   }
 }
 
@@ -219,6 +238,118 @@ extern "C" __global__ void __launch_bounds__(THREADS) moments_and_apply(const Pa
     new_moments(p, factor, c.gradient[i], m, v);
     const float w = c.weight[i] - p.lr * update(p, m, v, c.weight[i]);
     c.first[i] = m, c.second[i] = v, c.weight[i] = w;
-    if (c.average) c.average[i] = average(p, c.average[i], w);
+    if (c.average) c.average[i] = lerp(c.average[i], w, p.average_step);
+  }
+}
+
+__device__ inline u32 pack(float low, float high) {
+  u32 packed = 0;
+#if __CUDA_ARCH__ >= 800  // no older device gets here
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+#endif
+  return packed;
+}
+
+__device__ inline float low_half(u32 packed) { return __uint_as_float(packed << 16); }
+__device__ inline float high_half(u32 packed) { return __uint_as_float(packed & 0xffff0000u); }
+
+// Where a chunk of a matrix lies in the stack, and how much of it goes four at a time.
+__device__ inline bf16* in_stack(const Params& p, const Chunk& c) {
+  return p.stack + (c.tensor - p.first_tensor) * p.rows * p.columns + c.begin;
+}
+__device__ inline int vectors_of(const Params& p, const Chunk& c) { return p.columns % 4 ? 0 : c.vectors; }
+
+// Sums, as trust_ratios reads them, are 1 in all and the update's squares.
+extern "C" __global__ void __launch_bounds__(THREADS) momenta(const Params p) {
+  const int number = p.first_chunk + blockIdx.x;
+  const Chunk c = find(p, number);
+  bf16* out = in_stack(p, c);
+  const int vectors = vectors_of(p, c);
+  const float factor = p.clip[1];
+  float squares = 0;
+  for (int i = 4 * threadIdx.x; i < vectors; i += 4 * THREADS) {
+    const float4 g = load_gradient(c, i);
+    float4 m = load(c.first, i), u;
+#define ONE(x)                                                              \
+  m.x += p.first_step * (factor * g.x - m.x);                               \
+  u.x = lerp(factor * g.x, m.x, p.momentum_step), squares += u.x * u.x;
+    ONE(x) ONE(y) ONE(z) ONE(w)
+#undef ONE
+    store(c.first, i, m);
+    *reinterpret_cast<uint2*>(out + i) = make_uint2(pack(u.x, u.y), pack(u.z, u.w));
+  }
+  for (int i = vectors + threadIdx.x; i < c.size; i += THREADS) {
+    const float g = factor * c.gradient[i], m = c.first[i] + p.first_step * (g - c.first[i]);
+    const float u = lerp(g, m, p.momentum_step);
+    c.first[i] = m, out[i] = static_cast<bf16>(pack(u, 0)), squares += u * u;
+  }
+  squares = block_sum(squares);
+  if (threadIdx.x == 0) p.sums[number] = make_float2(c.begin ? 0 : 1, squares);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) row_squares(const Params p) {
+  const i64 row = static_cast<i64>(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32, all = p.n_matrices * p.rows;
+  if (row >= all) return;
+  const bf16* d = p.stack + row * p.columns;
+  const int lane = threadIdx.x % 32;
+  float sum = 0;
+  if (p.columns % 8 == 0) {
+    const uint4* vectors = reinterpret_cast<const uint4*>(d);
+    for (i64 i = lane; i < p.columns / 8; i += 32) {
+      const uint4 v = vectors[i];
+#define PAIR(x) sum += low_half(v.x) * low_half(v.x) + high_half(v.x) * high_half(v.x);
+      PAIR(x) PAIR(y) PAIR(z) PAIR(w)
+#undef PAIR
+    }
+  } else {
+    for (i64 i = lane; i < p.columns; i += 32) sum += low_half(d[i]) * low_half(d[i]);
+  }
+  for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
+  if (lane == 0) {
+    float* second = p.tensors[p.first_tensor + row / p.rows].second + row % p.rows;
+    const float mean = *second + p.row_step * (sum / p.columns - *second);
+    const float scale = 1 / (sqrtf(mean) + p.eps);
+    *second = mean, p.scales[row] = scale, p.scales[all + row] = sum * scale * scale;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) row_scales(const Params p) {
+  __shared__ float factor;
+  float *scales = p.scales + blockIdx.x * p.rows, *sums = scales + p.n_matrices * p.rows, sum = 0;
+  for (i64 i = threadIdx.x; i < p.rows; i += THREADS) sum += sums[i];
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) factor = p.scale * sqrtf(static_cast<float>(p.rows * p.columns)) / fmaxf(sqrtf(sum), 1e-7f);
+  __syncthreads();
+  for (i64 i = threadIdx.x; i < p.rows; i += THREADS) scales[i] *= factor;
+}
+
+__device__ inline void descend_one(const Params& p, float rate, float d, float& w, float& a) {
+  if (!p.cautious || w * d > 0) w -= p.lr * p.weight_decay * w;
+  w -= rate * d;
+  a = lerp(a, w, p.average_step);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) descend(const Params p) {
+  const Chunk c = find(p, p.first_chunk + blockIdx.x);
+  const bf16* directions = in_stack(p, c);
+  const float* scales = p.scales ? p.scales + (c.tensor - p.first_tensor) * p.rows : nullptr;
+  const int vectors = vectors_of(p, c);
+  const u32 begin = static_cast<u32>(c.begin), columns = static_cast<u32>(p.columns);
+  const bool averages = c.average != nullptr;
+  for (int i = 4 * threadIdx.x; i < vectors; i += 4 * THREADS) {
+    const float rate = p.lr * (scales ? scales[(begin + i) / columns] : p.scale);
+    const uint2 d = *reinterpret_cast<const uint2*>(directions + i);
+    float4 w = load(c.weight, i), a = averages ? load(c.average, i) : make_float4(0, 0, 0, 0);
+    descend_one(p, rate, low_half(d.x), w.x, a.x), descend_one(p, rate, high_half(d.x), w.y, a.y);
+    descend_one(p, rate, low_half(d.y), w.z, a.z), descend_one(p, rate, high_half(d.y), w.w, a.w);
+    store(c.weight, i, w);
+    if (averages) store(c.average, i, a);
+  }
+  for (int i = vectors + threadIdx.x; i < c.size; i += THREADS) {
+    const float rate = p.lr * (scales ? scales[(begin + i) / columns] : p.scale);
+    float w = c.weight[i], a = averages ? c.average[i] : 0;
+    descend_one(p, rate, low_half(directions[i]), w, a);
+    c.weight[i] = w;
+    if (averages) c.average[i] = a;
   }
 }
