@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -120,7 +120,14 @@ def read_pairs(path: Path, flag: str) -> list[Pair]:
 def read_lines(path: Path, flag: str, thing: str) -> list[tuple[str, dict[str, Any]]]:
     """The objects of a JSONL file, each with where it stands, for errors. Raises ConfigError. thing: what a line holds.
     A line with another value than an object counts as an empty one."""
-    found = []
+    found = [(where, value if isinstance(value, dict) else {}) for where, value in json_values(path, flag)]
+    if not found:
+        raise ConfigError(f"{flag}: {path} holds no {thing}")
+    return found
+
+
+def json_values(path: Path, flag: str) -> Iterator[tuple[str, Any]]:
+    """The values of a file with JSON a line, each with where it stands, for errors. Raises ConfigError."""
     for number, line in enumerate(read_text(path, flag).split("\n"), 1):
         if line.strip():
             where = f"{flag}: {path}, line {number}"
@@ -128,10 +135,7 @@ def read_lines(path: Path, flag: str, thing: str) -> list[tuple[str, dict[str, A
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{where}: not valid JSON ({error})") from None
-            found.append((where, value if isinstance(value, dict) else {}))
-    if not found:
-        raise ConfigError(f"{flag}: {path} holds no {thing}")
-    return found
+            yield where, value
 
 
 def read_text(path: Path, flag: str) -> str:

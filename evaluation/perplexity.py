@@ -16,7 +16,6 @@ Per word and per byte, the loss of a token is multiplied by the number of tokens
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -39,7 +38,7 @@ from data.shards import MANIFEST_NAME, SHARD_SUFFIX, ShardError, tokenizer_hash,
 from data.wording import aligned, count
 from evaluation.elbo import measure_bound
 from evaluation.generation import LoadedModel, UsageError, check, run
-from evaluation.pair_accuracy import OBJECTIVES, chosen_modes, read_text
+from evaluation.pair_accuracy import OBJECTIVES, chosen_modes, json_values, read_text
 from evaluation.scoring import (
     ScoringModel,
     add_scoring_flags,
@@ -125,21 +124,14 @@ def _read_file(path: Path, text_field: str) -> Iterator[str]:
             f"--data: {path} is not read here; unpack it or give the shards that preprocessing/tokenize_corpus.py "
             "makes of it with the model's tokenizer.json."
         )
-    text = read_text(path, "--data")
     if path.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
-        parts = re.split(r"\n(?:[^\S\n]*\n)+", f"\n\n{text}")  # as preprocessing does
+        parts = re.split(r"\n(?:[^\S\n]*\n)+", f"\n\n{read_text(path, '--data')}")  # as preprocessing does
         yield from (part.rstrip("\n") for part in parts if part.strip())
         return
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"--data: {path}, line {number}: not valid JSON ({error}).") from None
+    for where, value in json_values(path, "--data"):
         document = value.get(text_field) if isinstance(value, dict) else value
         if not isinstance(document, str):
-            raise UsageError(f'--data: {path}, line {number}: no text in field "{text_field}" (--text_field).')
+            raise UsageError(f'{where}: no text in field "{text_field}" (--text_field).')
         if document.strip():
             yield document
 
