@@ -133,13 +133,13 @@ def test_memory_of_long_rows_grows_with_their_length(positions: str):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("length", "window"), [(64, None), (64, 9), (2048, 64)])
 def test_varlen_kernel_matches_masked_attention(length: int, window: int | None):
-    """With gradients; long rows against the reference in blocks."""
+    """With gradients, and keys that serve two queries each; long rows against the reference in blocks."""
     assert rope.varlen_kernel() is not None, "torch >= 2.11 has one"
     torch.manual_seed(3)
-    content = [torch.randn(4, length, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    content = [torch.randn(4, length, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
     ids = (torch.arange(length, device="cuda").expand(4, length) // (length // 3 + 2)).clone()
     causal = torch.tensor([False, True, False, True], device="cuda")
-    weights = torch.randn(4, length, 2, 64, device="cuda")
+    weights = torch.randn(4, length, 4, 64, device="cuda")
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         metadata = rope.rope_metadata(ids, causal, Rotary(64, 10000.0, window=window), dtype)
