@@ -4,10 +4,11 @@
 
 A model with random weights is exported, and both are asked for the hidden states of `--rows` rows of each length in
 bf16: ours by its kernels, the exported one with each implementation of attention that --attention names ("hybrid" are
-our kernels under it, export/attention_kernels.py), and compiled, those of --compile. Every fourth row is half padding
-with --padded. Then both write `--new_tokens` tokens behind `--prompt` tokens for `--samples` samples, by evaluation's
-decoder and by generate(), sampled at temperature 1. Times are medians in milliseconds, by CUDA events or, on a CPU, by
-the wall clock; memory is the most that a call needs beside weights and inputs. What does not fit is named.
+our kernels under it, export/attention_kernels.py; "hybrid:layers" all of our layers), and compiled, those of --compile.
+Every fourth row is half padding with --padded. Then both write `--new_tokens` tokens behind `--prompt` tokens for
+`--samples` samples, by evaluation's decoder and by generate(), sampled at temperature 1. Times are medians in
+milliseconds, by CUDA events or, on a CPU, by the wall clock; memory is the most that a call needs beside weights and
+inputs; `difference` is how far the states of first tokens are from ours, of their norm. What does not fit is named.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from benchmarks.synthetic import write_inputs
 from benchmarks.timing import host_times_of, peak_mib, time_of, write_results
 from data.cli import Parser
 from evaluation.generation import LoadedModel, Sampling, generate
-from export.attention_kernels import register
+from export.attention_kernels import accelerate, register
 from export.load_model import load_model, load_special_tokens
 from export.to_huggingface import export
 from model import ModelConfig
 from model_extra import build_model
 from training.checkpoint import write_checkpoint
 
+_LAYERS = ":layers"  # behind the name of our kernels
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -53,8 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
         for length in options.seq_length:
             found: dict[str, Any] = {"seq_length": length}
             reading.append(found)
+            first: Tensor | None = None
             for name, call in readers(checkpoint, exported, length, options):
                 found[name] = beside(measured(call, options), found.get("ours"))
+                first, found[name]["difference"] = compared(call, first)
                 print(f"T={length:<5} {name:<24} {found[name]}", flush=True)
                 write_results(options, reading=reading)
         writing = write_samples(checkpoint, exported, options) if options.samples else {}
@@ -69,7 +73,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=256, help="rows that are read at once")
     parser.add_argument("--padded", action="store_true", help="every fourth row is half padding")
     parser.add_argument(
-        "--attention", nargs="+", default=["sdpa", "flex_attention", "hybrid"], help="implementations to time"
+        "--attention",
+        nargs="+",
+        default=["sdpa", "flex_attention", "hybrid", f"hybrid{_LAYERS}"],
+        help="implementations to time",
     )
     parser.add_argument("--compile", nargs="*", default=["hybrid"], help="implementations to time compiled, too")
     parser.add_argument("--samples", type=int, default=64, help="samples that are written at once; 0: none")
@@ -111,7 +118,8 @@ def readers(
 
     yield "ours", ours
     for name in dict.fromkeys((*options.attention, *options.compile)):
-        theirs = load_exported("AutoModel", exported, options, name)
+        theirs = load_exported("AutoModel", exported, options, name.removesuffix(_LAYERS))
+        theirs = accelerate(theirs) if name.endswith(_LAYERS) else theirs
 
         def hidden(causal: bool, theirs: Any = theirs) -> Tensor:
             return theirs(ids, attention_mask=mask if options.padded else None, is_causal=causal).last_hidden_state
@@ -122,6 +130,17 @@ def readers(
             theirs.compile(dynamic=False)
             yield f"{name}, compiled", hidden
             torch.compiler.reset()
+
+
+@torch.no_grad()
+def compared(call: Callable[[bool], Tensor], first: Tensor | None) -> tuple[Tensor | None, float | None]:
+    """The states that came first, and how far these are from them, of their norm; None where a call fails."""
+    try:
+        states = call(False)[:, 0].float()
+    except Exception:  # `measured` has named it
+        return first, None
+    first = states if first is None else first
+    return first, round(float((states - first).norm() / first.norm()), 5)
 
 
 def beside(found: dict[str, Any], ours: dict[str, Any] | None) -> dict[str, Any]:

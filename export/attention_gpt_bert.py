@@ -271,6 +271,7 @@ class Layout:
             implementation, self.takes_layout = "sdpa", False
             self.function = attention_function(implementation)
         self._shared: dict[str, Any] = {}
+        self.all_states = False  # whether the states of all layers are asked for, and not the last ones alone
         self.implementation = implementation
         self.new = torch.arange(past, self.total, device=device)  # where the new tokens stand in the cache
         self.attends = mask.attends()

@@ -1,10 +1,10 @@
-"""This suite's CUDA kernels under exported models: an attention function for transformers, where the repository is.
+"""This suite's CUDA kernels under exported models, where the repository is: an attention function, or all layers.
 
-    from export.attention_kernels import register                     # with the repository on PYTHONPATH
+    from export.attention_kernels import accelerate, register     # with the repository on PYTHONPATH
     register()
     kernels = {"dtype": torch.bfloat16, "attn_implementation": "hybrid"}
     model = AutoModel.from_pretrained(folder, trust_remote_code=True, **kernels).cuda().eval()
-    model.compile()                                                    # fuses what is around the kernels
+    accelerate(model)                               # all layers by our kernels; or, without: model.compile()
 
 Relative positions alone; texts padded on a side, packed, causal or not. Where the kernels cannot run (a CPU, float32),
 the reference in ops/attention.py takes their place. Nothing is dropped out.
@@ -12,14 +12,17 @@ the reference in ops/attention.py takes their place. Nothing is dropped out.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from export.hf_format import model_config
+from model import LTGBert
+from model_extra import model_class
 from ops import attention_cuda
-from ops.attention import attend, choose_relative_metadata
+from ops.attention import AttentionMetadata, attend, choose_relative_metadata
 from ops.attention_metadata import FusedAttentionMetadata, document_starts, fused_metadata
 
 NAME = "hybrid"
@@ -42,25 +45,59 @@ def relative_kernels(
         what = "dropped probabilities" if positions is not None else "rotary positions"
         raise ValueError(f"attn_implementation={NAME!r} has no {what}: load the model with 'sdpa'.")
 
-    def metadata() -> Any:
-        config, causal = layout.config, layout.mask.causal
-        buckets = (config.position_bucket_size, config.max_position_embeddings)
-        ids = document_ids(layout.mask, query.size(0))
-        if torch.compiler.is_compiling() and _traced_kernels(
-            ids.device, query.dtype, config.head_dim, 2 * buckets[0] - 1, torch.is_grad_enabled()
-        ):
-            return FusedAttentionMetadata(*_traced_metadata(ids, causal, *buckets))
-        return choose_relative_metadata(ids, causal, buckets, config.head_dim, query.dtype, drops=False)
-
     heads_last = (x.transpose(1, 2) for x in (query, key))
     context = attend(
         torch.cat([*heads_last], dim=2), value.transpose(1, 2), torch.cat(positions, dim=1),
-        layout.shared(NAME, metadata),
+        layout.shared(NAME, lambda: metadata(layout, query.size(0), query.dtype)),
     )  # fmt: skip
     return context, None
 
 
 relative_kernels.takes_layout = True  # pyright: ignore[reportFunctionMemberAccess] - as layers there look for it
+
+
+def metadata(layout: Any, rows: int, dtype: torch.dtype) -> AttentionMetadata:
+    """Who attends whom in a batch of so many rows, for queries of `dtype`; once for all layers."""
+    config, causal = layout.config, layout.mask.causal
+    buckets = (config.position_bucket_size, config.max_position_embeddings)
+    ids = document_ids(layout.mask, rows)
+    if torch.compiler.is_compiling() and _traced_kernels(
+        ids.device, dtype, config.head_dim, 2 * buckets[0] - 1, torch.is_grad_enabled()
+    ):
+        return FusedAttentionMetadata(*_traced_metadata(ids, causal, *buckets))
+    return choose_relative_metadata(ids, causal, buckets, config.head_dim, dtype, drops=False)
+
+
+def accelerate(model: Any) -> Any:
+    """Let the encoder of an exported model, loaded with attn_implementation="hybrid" and where it is to stay, run by
+    this suite's own layers, with their kernels for norms, gates and averages; returns the model.
+
+    The weights are shared. What is asked for with gradients, a cache or the states of all layers, and by torch.compile,
+    runs as before. Raises ValueError for rotary positions.
+    """
+    encoder, config = model.transformer, model_config(model.config.to_dict())
+    if config.position_embedding == "rope" or model.config._attn_implementation != NAME:
+        raise ValueError(f"accelerate() takes relative positions and models with attn_implementation={NAME!r}.")
+    with torch.device("meta"):
+        native = cast(type[LTGBert], model_class(config.model_type)).encoder_class(config).eval()
+    native.load_state_dict(encoder.state_dict(), assign=True)
+    theirs = encoder.forward
+
+    def forward(x: Tensor, table: Tensor, layout: Any) -> Any:
+        other = torch.is_grad_enabled() or layout.cache is not None or layout.all_states
+        if other or layout.function is not relative_kernels or torch.compiler.is_compiling():
+            return theirs(x, table, layout)
+        device = x.device
+        if next(native.parameters()).device != device:
+            raise ValueError("The model was moved to another device after accelerate(): call it again, on a new one.")
+        kernels = device.type == "cuda"  # whose stream is float32, whatever the weights
+        of_batch = metadata(layout, x.size(0), torch.bfloat16 if kernels else x.dtype)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=kernels):
+            hidden = native(x.float() if kernels else x, table, [of_batch] * config.num_hidden_layers, None)
+        return [hidden.to(x.dtype)], [None]
+
+    encoder.forward = forward
+    return model
 
 
 def _traced_kernels(device: torch.device, dtype: torch.dtype, head_dim: int, slots: int, trains: bool) -> bool:

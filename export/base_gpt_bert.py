@@ -116,8 +116,9 @@ class GPTBertPreTrainedModel(PreTrainedModel):
             texts = texts if past == 0 else None  # with cached tokens all of a row is one text
         mask = make_mask(attention_mask, texts, x.size(0), past, x.size(1), is_causal, x.device)
         layout = Layout(self.config, implementation, mask, past, past_key_values, attention_mask, position_ids, options)
-        hidden, weights = self.transformer(x, table, layout)
         keep_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        layout.all_states = bool(keep_hidden)
+        hidden, weights = self.transformer(x, table, layout)
         return Encoded(
             hidden[-1],
             past_key_values,

@@ -230,7 +230,7 @@ def test_a_function_without_relative_positions_is_refused(folders):
 @torch.no_grad()
 def test_the_kernels_serve_exported_models(folders, device):
     """On a CPU the reference in their place, in float32; on a GPU the kernels in bf16, whose heads are larger."""
-    from export.attention_kernels import register
+    from export.attention_kernels import accelerate, register
 
     register()
     folder, options, tolerance = folders["gpt-bert"][1], dict[str, Any](), 1e-5
@@ -239,6 +239,7 @@ def test_the_kernels_serve_exported_models(folders, device):
     eager, ours = (
         load("AutoModel", folder, attn_implementation=name, **options).to(device) for name in ("eager", "hybrid")
     )
+    layers = accelerate(load("AutoModel", folder, attn_implementation="hybrid", **options).to(device))
     ids = torch.randint(16, 300, (2, 144), generator=torch.Generator().manual_seed(1)).to(device)
     mask = torch.ones_like(ids)
     mask[0, 140:] = mask[1, :20] = 0
@@ -246,14 +247,19 @@ def test_the_kernels_serve_exported_models(folders, device):
     for given in ({}, {"attention_mask": mask}, {"attention_mask": mask, "position_ids": texts}):
         for causal in (False, True):
             expected = eager(ids, is_causal=causal, **given).last_hidden_state
-            found = ours(ids, is_causal=causal, **given).last_hidden_state
-            assert (found - expected).abs().max() <= tolerance * expected.abs().max(), (list(given), causal)
+            for model in (ours, layers):
+                found = model(ids, is_causal=causal, **given).last_hidden_state
+                assert (found - expected).abs().max() <= tolerance * expected.abs().max(), (list(given), causal)
+    every = [model(ids, output_hidden_states=True).hidden_states for model in (ours, layers)]
+    assert all(torch.equal(*pair) for pair in zip(*every, strict=True))  # these are not for our layers
     if device == "cuda":
         compiled = torch.compile(ours, fullgraph=True)(ids, is_causal=True, **given).last_hidden_state
         assert (compiled - expected).abs().max() <= tolerance * expected.abs().max()
     mask[0, 60:65] = 0
     with pytest.raises(ValueError, match="'hybrid' knows no padding inside a text: load the model with 'sdpa'"):
         ours(ids, attention_mask=mask)
+    with pytest.raises(ValueError, match=r"accelerate\(\) takes relative positions and models with"):
+        accelerate(eager)
     with pytest.raises(ValueError, match="'hybrid' has no rotary positions"):
         load("AutoModel", folders["ltg-bert-rope"][1], attn_implementation="hybrid")(ids.cpu())
 
@@ -303,6 +309,6 @@ def test_the_benchmark_times_ours_and_the_exported_model(tmp_path):
     out = tmp_path / "out.json"
     assert main([*words, "--device=cpu", "--compile", "--padded", "--repetitions=1", f"--output={out}"]) == 0
     found = json.loads(out.read_text())
-    for name in ("ours", "sdpa", "flex_attention", "hybrid"):
+    for name in ("ours", "sdpa", "flex_attention", "hybrid", "hybrid:layers"):
         assert all(found["reading"][0][name][kind] > 0 for kind in ("bidirectional_ms", "causal_ms"))
     assert all(found["writing"][name] > 0 for name in ("ours", "generate()"))
