@@ -154,7 +154,9 @@ network predicts the next token under both objectives; the shift is inside, and 
 precedes, gets logits 0.)
 
 Attention is PyTorch's SDPA, with relative positions one T x T tensor a head; `attn_implementation="flex_attention"`
-needs memory linear in a text's length (CUDA, no dropout), and `"eager"` is the reference, which all others equal.
+needs memory linear in a text's length (CUDA, no dropout), and `"eager"` is the reference, which all others equal. On a
+GPU `model.compile()` pays; with the repository that trained this model on `PYTHONPATH`, its kernels are faster still
+(`export/attention_kernels.py` there).
 
 **BabyLM's evaluation pipeline:** backends `causal` and `mlm`. Not `mntp`, which would shift the logits a second time:
 it gives no error, and scores that mean nothing. Fine-tuning works with and without its causal option."""
