@@ -87,7 +87,6 @@ bench: setup  ## every benchmark, one after the other: the first two for any mac
 	$(RUN) benchmarks/checkpoint.py
 	$(RUN) benchmarks/throughput.py --parts
 	$(RUN) benchmarks/attention.py
-	$(RUN) benchmarks/lm_head.py
 	$(RUN) benchmarks/optimizer.py
 	$(RUN) benchmarks/scaling.py
 

@@ -13,7 +13,7 @@ alone: with --sharding full they are there for that long.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from model_config import ModelConfig
+from ops.cross_entropy import Scores, target_scores
 from ops.dropout import DropoutKeys
 from ops.rope import VarlenSizes
 
@@ -34,6 +35,8 @@ class PretrainingModel(nn.Module, ABC):
     roles: ClassVar[Mapping[str, str]] = {}  # part of a parameter's name -> its group in stats/grad_norm/GROUP
     # Part of a matrix's name -> how many projections stand one above the other in it.
     projections: Mapping[str, int] = MappingProxyType({})
+
+    score: Callable[[Tensor, Tensor], Scores] = staticmethod(target_scores)  # of logits and labels, perhaps compiled
 
     @abstractmethod
     def __init__(self, config: ModelConfig, generator: torch.Generator | None = None) -> None:

@@ -31,7 +31,7 @@ from model import ModelConfig
 from model_extra import build_model
 from model_protocol import PretrainingModel
 from ops import muon
-from ops.bit_sums import BitSums
+from ops.bit_sums import bit_sums
 from ops.reference import VARIABLE
 from training.ema import Ema
 from training.optimizers import MatrixOptions, OptimizerStep, make_optimizer, named_state
@@ -93,8 +93,8 @@ def timed_call(name: str, update: OptimizerStep) -> Callable[[], Any]:
         return update
     update()  # which makes the moments
     moments = named_state(update.optimizer, update.model)
-    tensors, sums = [*update.model.parameters(), *update.ema.state_dict().values(), *moments.values()], BitSums()
-    return lambda: sums(tensors)
+    tensors = [*update.model.parameters(), *update.ema.state_dict().values(), *moments.values()]
+    return lambda: bit_sums(tensors)
 
 
 def main() -> int:

@@ -37,7 +37,6 @@ _KERNELS = {
     "relative_attention": "attention scores",
     "residual": "residual stream, averaging over depth",
     "gated_norm": "gates and their norms",
-    "cross_entropy": "head and loss",
 }
 # Those of ops/lamb_cuda.py, which run outside of what torch calls an operator.
 _OPTIMIZER = "clipping, optimizer, weight average"
@@ -118,6 +117,7 @@ def main() -> int:
             for module, part in parts:
                 name = "_compiled_call_impl" if module._compiled_call_impl is not None else "forward"
                 setattr(module, name, _mark(getattr(module, name), part))
+            state.model.score = _mark(state.model.score, "head and loss")
             state.model.embedding.forward = _mark(state.model.embedding.forward, "embedding and inputs")
         if done != steps - 1:
             return plain_step(state, *rest)

@@ -13,7 +13,6 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import nn
 
 from data.loader import ValidationSet
 from data.mask_rates import MaskRates
@@ -22,6 +21,7 @@ from data.objectives import MASKED
 from evaluation.generation import UsageError
 from evaluation.scoring import ScoringModel
 from evaluation.validation import evaluation_mode
+from model_protocol import PretrainingModel
 from training.loss import score_targets
 
 
@@ -38,7 +38,7 @@ def measure_bound(model: ScoringModel, held_out: ValidationSet, rows: int, sampl
     """The bound on all rows of `held_out`, `rows` at a time, from `samples` (2 or more) masks of each row. Raises
     UsageError where no token may be masked."""
     masks = replace(held_out.options, random_p=0.0, keep_p=0.0, even=False, span_length=1, rate_power=1.0)
-    network, device = cast(nn.Module, model.loaded.model), model.world.device
+    network, device = cast(PretrainingModel, model.loaded.model), model.world.device
     sums, tokens = torch.zeros(samples, dtype=torch.float64, device=device), 0.0
     with evaluation_mode(network), torch.autocast(device.type, dtype=torch.bfloat16, enabled=model.autocast):
         for sample in range(samples):

@@ -14,6 +14,7 @@ from torch import nn
 
 from data.loader import ValidationSet, micro_batch_rows
 from data.objectives import KNOWN_NAMES
+from model_protocol import PretrainingModel
 from training.distributed import World
 from training.forward_backward import padded_targets
 from training.inputs import Inputs
@@ -35,7 +36,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def validate(
-    model: nn.Module,
+    model: PretrainingModel,
     held_out: ValidationSet,
     world: World,
     local_batch_size: int,

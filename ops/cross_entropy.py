@@ -1,33 +1,47 @@
-"""Cross-entropy and log-partition of targets over a vocabulary: the reference and the choice of kernels.
+"""Cross-entropy and log-partition of targets over a vocabulary."""
 
-The reference turns logits into float32 and keeps several tensors of that size for its backward pass. The CUDA kernels
-are in ops/cross_entropy_cuda.py.
-"""
+from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ops import cross_entropy_cuda
-from ops.cross_entropy_cuda import fused_target_scores
 from ops.reference import reference_chosen
 
+Scores = tuple[Tensor, Tensor, Tensor]
 
-def target_scores(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+
+def target_scores(logits: Tensor, labels: Tensor) -> Scores:
     """Cross-entropy, squared log-partition and correctness of each target; logits [N, V], labels [N] -> float32 [N].
 
-    By the kernels for bfloat16 logits on CUDA. HYBRID_REFERENCE=loss in the environment keeps the reference. A label
-    outside of the vocabulary is an error of the reference and a loss of NaN by the kernels.
+    Logits are turned into float32, of which the backward pass keeps several tensors, unless this is compiled.
     """
-    if use_kernel(logits):
-        return fused_target_scores(logits, labels)
     logits = logits.float()
     log_z = logits.logsumexp(dim=-1)
-    loss = log_z - logits.gather(1, labels[:, None])[:, 0]
+    if torch.compiler.is_compiling():  # the gradient of a gather would be a float32 tensor of the logits' size
+        loss = F.cross_entropy(logits, labels, reduction="none")
+    else:
+        loss = log_z - logits.gather(1, labels[:, None])[:, 0]
     return loss, log_z.square(), (logits.argmax(dim=-1) == labels).float()
 
 
-def use_kernel(logits: Tensor) -> bool:
-    """Whether logits [N, V] go through the CUDA kernels; not while torch.compile traces."""
-    if logits.device.type != "cuda" or logits.dtype != torch.bfloat16 or torch.compiler.is_compiling():
-        return False
-    return not reference_chosen("loss") and cross_entropy_cuda.available(logits.device, logits.size(1))
+def compiled_scores(device: torch.device) -> Callable[[Tensor, Tensor], Scores]:
+    """`target_scores` as a device that compiles should compute it: on CUDA in kernels that read the logits where they
+    are and keep no other tensor of their size, for any number of targets.
+
+    HYBRID_REFERENCE=loss in the environment keeps the plain form (ops/reference.py).
+    """
+    if device.type != "cuda" or reference_chosen("loss"):
+        return target_scores
+    import torch._dynamo  # half of all import time, and of use here alone
+
+    compiled = torch.compile(target_scores)
+
+    def score(logits: Tensor, labels: Tensor) -> Scores:
+        for tensor in (logits, labels):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(logits, labels)
+
+    return score

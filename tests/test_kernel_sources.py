@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops import attention_cuda, bit_sums, cross_entropy_cuda, gated_norm_cuda, lamb_cuda, nvrtc, residual_cuda
+from ops import attention_cuda, gated_norm_cuda, lamb_cuda, nvrtc, residual_cuda
 
 # Sizes and offsets: a host compiler lays structures out as NVRTC does.
 
@@ -22,9 +22,7 @@ _DEFINED = {
     attention_cuda: {"HEAD_DIM": 64, "DROPOUT": 1, "FORWARD_STAGES": 2, "BACKWARD_STAGES": 2},
     gated_norm_cuda: {"WIDTH": 768, "WARPS": 3, "ACTIVATION": 0, "NORM": 1},
     residual_cuda: {"WIDTH": 768, "SUBLAYERS": 24, "GROUP": 3, "THREADS": 64},
-    cross_entropy_cuda: {},
     lamb_cuda: {},
-    bit_sums: {},
 }
 
 
@@ -62,15 +60,15 @@ def test_params_structures_match_the_sources(module):
 
 def test_params_check_finds_a_field_that_one_side_lacks():
     """Also one that hides in the padding at the end."""
-    source, fields = plain_part(cross_entropy_cuda), cross_entropy_cuda._Params._fields_
+    source, fields = plain_part(lamb_cuda), lamb_cuda._Params._fields_
     more, fewer = (
         type("Params", (ctypes.Structure,), {"_fields_": changed})
         for changed in ([*fields, ("added", ctypes.c_int32)], fields[1:])
     )
-    assert ctypes.sizeof(more) == ctypes.sizeof(cross_entropy_cuda._Params)
+    assert ctypes.sizeof(more) == ctypes.sizeof(lamb_cuda._Params)
     assert "added" in params_mismatch(source, {}, more)
     assert "sizeof" in params_mismatch(source, {}, fewer)
-    assert "has_more" in params_mismatch(source.removesuffix("};") + "  int added;\n};", {}, cross_entropy_cuda._Params)
+    assert "has_more" in params_mismatch(source.removesuffix("};") + "  int added;\n};", {}, lamb_cuda._Params)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -90,11 +88,8 @@ def test_shared_memory_size_matches_the_source(head_dim: int, stages: int):
 def test_constants_match_the_sources():
     table = f"sizeof(Tensor) == {5 * 8} && THREADS == {lamb_cuda._THREADS} && CHUNK == {lamb_cuda._CHUNK}"
     assert not complaints(plain_part(lamb_cuda), {}, [table])
-    chunks = f"THREADS == {bit_sums._THREADS} && CHUNK == {lamb_cuda._CHUNK}"
-    assert not complaints(plain_part(bit_sums), {}, [chunks])
     states = f"MAX_STATES == {residual_cuda._MAX_STATES} && MAX_GROUP == {residual_cuda._MAX_GROUP}"
     assert not complaints(plain_part(residual_cuda), _DEFINED[residual_cuda], [states])
-    assert not complaints(plain_part(cross_entropy_cuda), {}, [f"THREADS == {cross_entropy_cuda._THREADS}"])
 
 
 # The cache of compiled code
@@ -129,14 +124,14 @@ def cached_files(tmp_path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "changed"])
 def test_kernel_cache_replaces_a_damaged_file(compiler: Compiler, tmp_path: Path, damage: str):
-    code = nvrtc.compiled(cross_entropy_cuda._SOURCE, "sm_90a", [])
-    assert nvrtc.compiled(cross_entropy_cuda._SOURCE, "sm_90a", []) == code
+    code = nvrtc.compiled(lamb_cuda._SOURCE, "sm_90a", [])
+    assert nvrtc.compiled(lamb_cuda._SOURCE, "sm_90a", []) == code
     assert compiler.calls == 1, "the second time it comes from the cache"
     (file,) = cached_files(tmp_path)
     whole = file.read_bytes()
     file.write_bytes({"empty": b"", "cut": whole[:-7], "changed": whole[:-1] + b"?"}[damage])
-    assert nvrtc.compiled(cross_entropy_cuda._SOURCE, "sm_90a", []) == code
-    assert nvrtc.compiled(cross_entropy_cuda._SOURCE, "sm_90a", []) == code
+    assert nvrtc.compiled(lamb_cuda._SOURCE, "sm_90a", []) == code
+    assert nvrtc.compiled(lamb_cuda._SOURCE, "sm_90a", []) == code
     assert compiler.calls == 2, "made anew once, and kept"
     assert file.read_bytes() == whole
 
@@ -148,8 +143,8 @@ def test_kernel_cache_keeps_no_partial_file_on_a_full_disk(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert nvrtc.compiled(cross_entropy_cuda._SOURCE, "sm_90a", []) == compiler.compile()
-    assert nvrtc.compiled(cross_entropy_cuda._SOURCE, "sm_90a", ["-DX"]) == compiler.compile()
+    assert nvrtc.compiled(lamb_cuda._SOURCE, "sm_90a", []) == compiler.compile()
+    assert nvrtc.compiled(lamb_cuda._SOURCE, "sm_90a", ["-DX"]) == compiler.compile()
     assert not cached_files(tmp_path)
 
 

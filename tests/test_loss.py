@@ -14,6 +14,7 @@ from data.masking import IGNORE_INDEX, ModelInputs
 from data.objectives import CAUSAL, MASKED
 from data.plan import DataPlan
 from model import ModelConfig
+from ops.cross_entropy import compiled_scores, target_scores
 from training.distributed import World
 from training.environment import Environment
 from training.loss import (
@@ -25,7 +26,6 @@ from training.loss import (
     score_targets,
     sums_by_objective,
     target_positions,
-    target_scores,
 )
 from training.rank_checks import DivergenceError
 from training.step import AsyncStepMetrics, InFlightStep, NonFiniteError
@@ -83,6 +83,7 @@ def test_scores_of_a_batch_with_both_objectives_go_to_the_right_one():
     def model(input_ids, document_ids, causal, positions, keys, sizes):
         return F.one_hot(torch.full((len(positions),), 7), 10).float() * 20
 
+    model.score = target_scores
     labels = torch.tensor([[7, IGNORE_INDEX, 3], [7, 7, IGNORE_INDEX], [IGNORE_INDEX] * 3])
     scores, objective = score_targets(model, model_inputs(labels, torch.tensor([MASKED, CAUSAL, CAUSAL])), 4, None)
     assert objective.tolist() == [MASKED, MASKED, CAUSAL, CAUSAL]
@@ -128,6 +129,7 @@ def test_slots_that_are_left_over_change_nothing():
     def model(input_ids, document_ids, causal, positions, keys, sizes):
         return torch.randn(6, 10, generator=torch.Generator().manual_seed(0))[positions] * weight
 
+    model.score = target_scores
     weight = torch.ones((), requires_grad=True)
     labels = torch.tensor([[7, IGNORE_INDEX, 3], [IGNORE_INDEX, 7, IGNORE_INDEX]])
     inputs = model_inputs(labels, torch.tensor([MASKED, CAUSAL]))
@@ -142,28 +144,33 @@ def test_slots_that_are_left_over_change_nothing():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("vocabulary", [8, 2056, 16384])
-def test_scores_by_kernels_are_those_of_the_plain_form(vocabulary: int):
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_scores_are_those_of_the_plain_form_for_any_number_of_targets():
+    """Against float64; compiled once for all numbers, and with no tensor of float32 of the size of the logits."""
     torch.manual_seed(0)
-    logits = (torch.randn(37, vocabulary, device="cuda") * 4).bfloat16()
-    labels = torch.randint(vocabulary, (37,), device="cuda")
-    labels[:9] = logits[:9].argmax(-1)
-    upstream = torch.randn(2, 37, device="cuda")
-    results = []
-    for dtype in (torch.float64, torch.bfloat16):
-        own = logits.to(dtype, copy=True).requires_grad_()
-        if dtype == torch.float64:
-            log_z = own.logsumexp(-1)
-            scores = (log_z - own.gather(1, labels[:, None])[:, 0], log_z.square(), (own.argmax(-1) == labels).double())
-        else:
-            scores = target_scores(own, labels)
-        (scores[0] * upstream[0] + scores[1] * upstream[1]).sum().backward()
-        results.append((*scores, own.grad))
-    for exact, ours in zip(results[0][:3], results[1][:3], strict=True):
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
-    exact, ours = results[0][3], results[1][3]
-    assert exact is not None
-    assert ours is not None
-    assert (ours.double() - exact).norm() < 3e-3 * exact.norm()
-    logits[3, 5] = float("nan")
-    assert target_scores(logits, labels)[0].isnan().tolist() == [row == 3 for row in range(37)]
+    score = compiled_scores(torch.device("cuda", 0))
+    for count in (37, 4100, 513, 8):
+        logits = (torch.randn(count, 16385, device="cuda") * 4).bfloat16().requires_grad_()
+        labels = torch.randint(16385, (count,), device="cuda")
+        labels[: count // 4] = logits[: count // 4].argmax(-1)
+        upstream = torch.randn(2, count, device="cuda")
+        exact = logits.detach().double().requires_grad_()
+        log_z = exact.logsumexp(-1)
+        expected = (
+            log_z - exact.gather(1, labels[:, None])[:, 0],
+            log_z.square(),
+            (exact.argmax(-1) == labels).double(),
+        )
+        (expected[0] * upstream[0] + expected[1] * upstream[1]).sum().backward()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.compiler.set_stance("fail_on_recompile" if count != 37 else "default"):
+            scores = score(logits, labels)
+            (scores[0] * upstream[0] + scores[1] * upstream[1]).sum().backward()
+        used = torch.cuda.max_memory_allocated() - before
+        assert count != 4100 or used < 1.5 * logits.numel() * 2, "the gradient, and nothing else of the logits' size"
+        for ours, true in zip(scores, expected, strict=True):
+            torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-5)
+        assert logits.grad is not None
+        assert exact.grad is not None
+        assert (logits.grad.double() - exact.grad).norm() < 3e-3 * exact.grad.norm()

@@ -28,6 +28,7 @@ from data.masking import PADDING, MaskingOptions, ModelInputs
 from model_config import ModelConfig
 from model_protocol import PretrainingModel
 from ops.attention_metadata import LONGEST_WHOLE
+from ops.cross_entropy import compiled_scores
 from ops.nvrtc import cache_folder
 from ops.reference import reference_chosen
 from ops.rope import VarlenSizes
@@ -127,7 +128,8 @@ def activation_bytes(
 
 
 def compile_layers(model: PretrainingModel, recomputed: Collection[nn.Module] = ()) -> None:
-    """Let the `compiled_parts` of `model` run compiled, in place: of ours every sublayer, and the head.
+    """Let the `compiled_parts` of `model` run compiled, in place: of ours every sublayer, and the head. So do the
+    scores of targets.
 
     Sublayers of a kind share their code, so the compiler works once per kind and shape instead of once per layer; row
     lengths and numbers of rows that turn up later are compiled as variables. recomputed: see `recompute_activations`,
@@ -149,6 +151,7 @@ def compile_layers(model: PretrainingModel, recomputed: Collection[nn.Module] = 
             part.forward = torch.compile(part.forward)
         else:
             part.compile()
+    model.score = compiled_scores(next(model.parameters()).device)
 
 
 def recompute_activations(parts: Iterable[nn.Module]) -> None:

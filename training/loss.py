@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from data.counter_rng import fold_torch
 from data.loader import RowBatch
 from data.masking import IGNORE_INDEX, MaskingOptions, ModelInputs
 from data.objectives import OBJECTIVES, Objective, numbers_of
-from ops.cross_entropy import target_scores
+from model_protocol import PretrainingModel
 from ops.dropout import DropoutKeys
 from ops.rope import VarlenSizes
 
@@ -75,7 +74,7 @@ def target_positions(labels: torch.Tensor, slots: int) -> torch.Tensor:
 
 
 def sums_by_objective(scores, objective: torch.Tensor, objectives: Sequence[Objective] = OBJECTIVES) -> torch.Tensor:
-    """Sums of `target_scores` and the count of targets, float64: a line for each objective, columns as above.
+    """Sums of `score_targets` and the count of targets, float64: a line for each objective, columns as above.
     objective: the number of each target's; anything else is left out."""
     loss, squared_log_z, correct = (score.detach().double() for score in scores)
     columns = torch.stack([loss, squared_log_z, correct, torch.ones_like(loss)], dim=1)
@@ -96,7 +95,7 @@ def varlen_sizes(batch: RowBatch, objectives: tuple[Objective, ...] = OBJECTIVES
 
 
 def score_targets(
-    model: nn.Module, inputs: ModelInputs, slots: int, keys: DropoutKeys | None, sizes: VarlenSizes | None = None
+    model: PretrainingModel, inputs: ModelInputs, slots: int, keys: DropoutKeys | None, sizes: VarlenSizes | None = None
 ):
     """Scores of a micro-batch's targets in `slots` slots, and their objectives: int64 [slots], -1 where unused."""
     positions = target_positions(inputs.labels, slots)
@@ -104,11 +103,11 @@ def score_targets(
     labels = inputs.labels.flatten()[positions]
     used = torch.arange(slots, device=labels.device) < (inputs.labels != IGNORE_INDEX).sum()
     objective = inputs.objective[torch.div(positions, inputs.labels.shape[1], rounding_mode="floor")]
-    return target_scores(logits, labels.where(used, 0)), objective.where(used, -1)
+    return model.score(logits, labels.where(used, 0)), objective.where(used, -1)
 
 
 def hybrid_loss(
-    model: nn.Module,
+    model: PretrainingModel,
     batch: RowBatch,
     options: MaskingOptions,
     per_target: Sequence[torch.Tensor | float],

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from data.loader import WEIGHT_UNITS, Loader, StepBatch
 from data.objectives import run_objectives
 from data.wording import ranks_text
+from ops.bit_sums import bit_sums
 from ops.reference import VARIABLE, reference_parts
 from training.config import FIELDS, ConfigError, TrainingConfig
 from training.distributed import World
@@ -271,7 +272,7 @@ def begin_check(state: TrainState, world: World) -> RankCheck | None:
         tensors |= {"average": {}, "moments": {}}
     shared = [tensor for part in _PARTS for tensor in tensors[part].values()]
     # An optimizer may keep numbers on the host.
-    sums = state.bit_sums([tensor.to(world.device) for tensor in (*shared, *divided)])
+    sums = bit_sums([tensor.to(world.device) for tensor in (*shared, *divided)])
     own, of_copy = sums[: len(shared)], sums[len(shared) :].sum(0, keepdim=True)
     order = torch.arange(1, 2 * len(own), 2, device=own.device)  # odd: no flipped bit is lost, nor tensors that swap
     counts = [len(tensors[part]) for part in _PARTS]

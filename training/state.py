@@ -17,7 +17,6 @@ from data.masking import MaskingOptions
 from model import LTGBert, ModelConfig
 from model_extra import build_model
 from model_protocol import PretrainingModel
-from ops.bit_sums import BitSums
 from training.checkpoint import Checkpoint, checkpoint_bytes, read_initial_weights
 from training.config import ConfigError, TrainingConfig
 from training.distributed import World, on_main
@@ -62,7 +61,6 @@ class TrainState:
     forward_backward: ForwardBackward
     starts: dict[str, int]  # steps at which the optimizer's state, the schedule and the average of the tail begin
     averages: dict[str, Ema] = field(default_factory=dict)
-    bit_sums: BitSums = field(default_factory=BitSums)
     spikes: SpikeGuard | None = None
     before_update: Callable[[], None] = lambda: None
     write_part: Callable[[Tensors], None] = lambda tensors: None

@@ -22,7 +22,7 @@ from data.special_tokens import OURS
 from data.wording import count
 from model_config import ModelConfig
 from model_extra import model_class
-from ops import attention_cuda, cross_entropy_cuda, gated_norm_cuda, lamb_cuda, muon, residual_cuda, rope
+from ops import attention_cuda, gated_norm_cuda, lamb_cuda, muon, nvrtc, residual_cuda, rope
 from ops.reference import reference_chosen, reference_parts
 from training.config import TrainingConfig
 from training.distributed import World
@@ -302,8 +302,8 @@ def _kernels(config: TrainingConfig, model: ModelConfig, device: torch.device) -
     for name, features, fits in gate * model.context_norm + inner:
         problem = gated_norm_cuda.obstacle(device, features) or (not fits) * model.other_norms
         norms.append(_Kernel(name, "norm", False, problem, partial(gated_norm_cuda.available, device, features)))
-    words, head = model.padded_vocab_size, cross_entropy_cuda
-    loss = _Kernel("loss", "loss", False, head.obstacle(device, words), lambda: head.available(device, words))
+    uncompiled = "" if config.compile else "nothing is compiled (--no-compile)"
+    loss = _Kernel("loss", "loss", True, uncompiled if device.type == "cuda" else nvrtc.obstacle(device), lambda: True)
     kernels = [attention, residual, *norms, loss]
     matrices = optimizer_kind(config.optimizer).matrices
     if matrices or config.optimizer == "lamb":
