@@ -13,7 +13,6 @@ for a device, head size, row length and dropout or none, which compiles or loads
         context = fused_relative_attention(query_key, value, positions, metadata, p, keys, columns)
 """
 
-import ctypes
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from torch import Tensor
 from ops import nvrtc
 from ops.attention_metadata import TILE, FusedAttentionMetadata, padded_length
 from ops.dropout import keep_scale, kept_from
-from ops.nvrtc import Module, aligned
+from ops.nvrtc import FLOAT, INT32, INT64, POINTER, Module, Params, aligned, fields
 
 _SOURCE = Path(__file__).parent / "cuda" / "relative_attention.cu"
 _THREADS = 128
@@ -106,7 +105,7 @@ def _attention(
     batch, length, heads, _ = value.shape
     context = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=value.device)
-    arguments.set(out=context, lse=lse)
+    arguments.params.set(out=context, lse=lse)
     arguments.launch("relative_attention_forward")
     return context, lse
 
@@ -149,7 +148,7 @@ def _attention_backward(
     parts = arguments.parts(True)
     # Each block of a head sums its part of the gradient of the tables; relative_attention_reduce adds up the parts.
     partial = torch.empty(2, heads, parts, TILE, head_dim, dtype=torch.float32, device=value.device)
-    arguments.set(
+    arguments.params.set(
         context=context,
         dcontext=dcontext,
         lse=lse,
@@ -165,7 +164,7 @@ def _attention_backward(
     )
     arguments.launch("relative_attention_backward_queries")
     if arguments.spans.ndim == 4:  # rows of that kernel are keys: whom they are attended by
-        arguments.set(spans=arguments.spans[1])
+        arguments.params.set(spans=arguments.spans[1])
     arguments.launch("relative_attention_backward_keys")
     arguments.launch("relative_attention_reduce")
     return dquery_key, dvalue, dpositions
@@ -197,23 +196,17 @@ def _differentiate(ctx: Any, dcontext: Tensor | None, _: Tensor | None) -> tuple
 _attention.register_autograd(_differentiate, setup_context=_save)
 
 
-# Arguments and launches. Field by field what `struct Params` in the source is.
+class _Params(Params):
+    """Field by field what `struct Params` in the source is."""
 
-_POINTERS = (
-    *("query", "key", "value", "context", "dcontext", "query_pos", "key_pos", "out", "dquery", "dkey", "dvalue"),
-    *("dpositions", "lse", "delta", "partial", "spans", "causal", "slots", "fragments", "groups"),
-    *("row_hash", "column_hash"),
-)
-_STRIDES = ("qk_batch", "qk_token", "v_batch", "v_token", "dqk_batch", "dqk_token", "pos_slot")
-_NUMBERS = ("batch", "length", "heads", "n_slots", "padded", "parts", "threshold")
-
-
-class _Params(ctypes.Structure):
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in _POINTERS]
-        + [(name, ctypes.c_int64) for name in _STRIDES]
-        + [(name, ctypes.c_int32) for name in _NUMBERS]
-        + [("scale", ctypes.c_float), ("keep_scale", ctypes.c_float)]
+        fields(
+            POINTER, "query key value context dcontext query_pos key_pos out dquery dkey dvalue dpositions lse delta"
+        )
+        + fields(POINTER, "partial spans causal slots fragments groups row_hash column_hash")
+        + fields(INT64, "qk_batch qk_token v_batch v_token dqk_batch dqk_token pos_slot")
+        + fields(INT32, "batch length heads n_slots padded parts threshold")
+        + fields(FLOAT, "scale keep_scale")
     )
 
 
@@ -234,18 +227,16 @@ class _Inputs(NamedTuple):
 
 
 class _Arguments:
-    """A `Params`, the tensors that it points to, and launches with it on the current stream."""
+    """A `Params` of these inputs, and launches with it."""
 
     def __init__(self, inputs: _Inputs) -> None:
         _check(inputs)
         self.spans = inputs.spans.contiguous()
         self.batch, self.length, self.heads, self.head_dim = inputs.value.shape
         self.device, self.drops = inputs.value.device, inputs.dropout_keys is not None
-        self.kept: list[Tensor] = []  # alive until the launches are queued; the caching allocator orders the rest
-        self.params = _Params()
         # [B, T, 2, H, d], [B, T, H, d] and [2b-1, 2, H, d]
         query_key, value, positions = map(_with_dense_heads, (inputs.query_key, inputs.value, inputs.positions))
-        self.set(
+        self.params = _Params(
             query=query_key,
             key=query_key.select(2, 1),  # the same strides as the query's, from another address on
             value=value,
@@ -270,26 +261,17 @@ class _Arguments:
             keep_scale=1.0,
         )
         if inputs.dropout_keys is not None and inputs.dropout_columns is not None:
-            self.set(
+            self.params.set(
                 row_hash=inputs.dropout_keys.contiguous(),
                 column_hash=inputs.dropout_columns.contiguous(),
                 threshold=kept_from(inputs.dropout_p),
                 keep_scale=keep_scale(inputs.dropout_p),
             )
 
-    def set(self, **values: Tensor | int | float) -> None:
-        """Set fields; tensors by their address."""
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                self.kept.append(value)
-                setattr(self.params, name, value.data_ptr())
-            else:
-                setattr(self.params, name, value)
-
     def parts(self, backward: bool) -> int:
         """Blocks per head: as many as run at once, or as there is work for."""
         work = self.batch * -(-self.length // TILE)  # tiles of rows in a head
-        at_once = _kernels(self.device.index, self.head_dim, self.drops).blocks(backward)
+        at_once = _kernels(self.device.index, self.head_dim, self.drops).at_once[backward]
         return max(1, min(work, at_once // self.heads))
 
     def launch(self, name: str) -> None:
@@ -301,8 +283,7 @@ class _Arguments:
             grid = -(-2 * self.heads * self.params.n_slots * self.head_dim // _THREADS)
         else:
             grid = self.heads * self.parts(name != "relative_attention_forward")
-        with torch.cuda.device(self.device):
-            kernels.launch(name, grid, self.params, torch.cuda.current_stream().cuda_stream)
+        kernels.module.launch(name, grid, _THREADS, self.params, kernels.shared[name])
 
 
 def _check(inputs: _Inputs) -> None:
@@ -377,14 +358,6 @@ class _Kernels:
                 self.module.use_shared_memory(name, self.shared[name])
                 if name != self._NAMES[2]:
                     self.at_once[backward] = self.module.blocks_at_once(name, _THREADS, self.shared[name])
-
-    def blocks(self, backward: bool) -> int:
-        """Blocks that the device runs at once."""
-        return self.at_once[backward]
-
-    def launch(self, name: str, grid: int, params: _Params, stream: int) -> None:
-        """Queue kernel `name` with `grid` blocks. Raises RuntimeError where the driver refuses."""
-        self.module.launch(name, grid, _THREADS, params, stream, self.shared[name])
 
 
 @cache

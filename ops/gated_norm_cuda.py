@@ -8,7 +8,6 @@ for the device, except the first call for a width, which compiles or loads.
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ops import nvrtc
-from ops.nvrtc import Module, aligned
+from ops.nvrtc import FLOAT, INT64, POINTER, Module, Params, aligned, fields
 
 _SOURCE = Path(__file__).parent / "cuda" / "gated_norm.cu"
 _FEATURES = 24  # of a row that a thread can hold
@@ -209,13 +208,13 @@ _paired.register_autograd(_differentiate_pair, setup_context=_save)
 # Launches
 
 
-class _Params(ctypes.Structure):
+class _Params(Params):
     """Field by field what `struct Params` in the source is."""
 
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("value", "gate", "out", "statistics", "dout", "dvalue", "dgate")]
-        + [(name, ctypes.c_int64) for name in ("value_stride", "gate_stride", "dvalue_stride", "dgate_stride", "rows")]
-        + [("eps", ctypes.c_float)]
+        fields(POINTER, "value gate out statistics dout dvalue dgate")
+        + fields(INT64, "value_stride gate_stride dvalue_stride dgate_stride rows")
+        + fields(FLOAT, "eps")
     )
 
 
@@ -245,16 +244,10 @@ def _launch(name: str, activation: int, eps: float | None, **tensors: Tensor) ->
             raise ValueError(
                 f"the gated norm was given {field} {other.dtype} {list(other.shape)} for value {list(value.shape)}"
             )
-    if not rows:
-        return
-    params = _Params(rows=rows, eps=eps or 0.0)
-    for field, tensor in tensors.items():
-        setattr(params, field, tensor.data_ptr())
-        if field in ("value", "gate", "dvalue", "dgate"):
-            setattr(params, f"{field}_stride", tensor.stride(-2))
+    params = _Params(rows=rows, eps=eps or 0.0, **tensors)
+    strided = tensors.keys() & {"value", "gate", "dvalue", "dgate"}
+    params.set(**{f"{field}_stride": tensors[field].stride(-2) for field in strided})
     warps = _warps(width)
     per_block = 4 if warps == 1 else 1
     module = _module(value.device.index, width, int(activation), eps is not None)
-    with torch.cuda.device(value.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        module.launch(name, -(-rows // per_block), 32 * warps * per_block, params, stream)
+    module.launch(name, -(-rows // per_block), 32 * warps * per_block, params)

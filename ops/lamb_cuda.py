@@ -13,10 +13,9 @@ of addresses is copied there from page-locked memory.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from ops import muon, nvrtc
 from ops.lamb import Lamb
-from ops.nvrtc import Module
+from ops.nvrtc import FLOAT, INT32, INT64, POINTER, Module, Params, fields
 
 _SOURCE = Path(__file__).parent / "cuda" / "lamb.cu"
 _THREADS, _CHUNK = 256, 4096  # as in the source
@@ -149,18 +148,11 @@ class FusedLamb:
         device = groups[0][1].weights[0].device
         self._update_tables(groups, device)
         clip = torch.empty(2, device=device)
-        module, stream = _module(device.index), torch.cuda.current_stream(device).cuda_stream
-        params = _Params(
-            *(t.data_ptr() for t in (self._table, self._gradients, self._chunks, self._spans)),
-            *(t.data_ptr() for t in (self._squares, self._sums, clip, self._trust)),
-            n_chunks=len(self._chunks),
-            max_norm=max_norm,
-            average_step=1 - average_decay,
-        )
-
-        def launch(name: str, blocks: int) -> None:
-            module.launch(name, blocks, _THREADS, params, stream)
-
+        tables = {"tensors": self._table, "gradients": self._gradients, "chunks": self._chunks, "spans": self._spans}
+        scratch = {"squares": self._squares, "sums": self._sums, "clip": clip, "trust": self._trust}
+        sizes = {"n_chunks": len(self._chunks), "max_norm": max_norm, "average_step": 1 - average_decay}
+        params = _Params(**tables, **scratch, **sizes)
+        launch = partial(_module(device.index).launch, threads=_THREADS, params=params)
         with torch.cuda.device(device):
             launch("gradient_squares", len(self._chunks))
             launch("gradient_norm", 1)
@@ -169,10 +161,10 @@ class FusedLamb:
                 count = len(tensors.weights)
                 if isinstance(settings, MatrixSettings):
                     count = sum(weight.numel() for weight in tensors.weights) // math.prod(settings.shape)
-                first, blocks = self._first_chunks[tensor], self._first_chunks[tensor + count]
-                blocks -= first
-                params.first_tensor, params.first_chunk = tensor, first
-                _set(params, settings)
+                first = self._first_chunks[tensor]
+                blocks = self._first_chunks[tensor + count] - first
+                params.set(first_tensor=tensor, first_chunk=first)
+                params.set_group(settings)
                 if not blocks:
                     pass
                 elif isinstance(settings, MatrixSettings):
@@ -258,37 +250,33 @@ def _to_device(table: Tensor, device: torch.device) -> Tensor:
     return table.contiguous().pin_memory().to(device, non_blocking=True)
 
 
-# Field by field what `struct Params` in the source is.
+class _Params(Params):
+    """Field by field what `struct Params` in the source is."""
 
-
-class _Params(ctypes.Structure):
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("tensors", "gradients", "chunks", "spans")]
-        + [(name, ctypes.c_void_p) for name in ("squares", "sums", "clip", "trust")]
-        + [(name, ctypes.c_int32) for name in ("n_chunks", "first_chunk", "first_tensor")]
-        + [(name, ctypes.c_float) for name in ("max_norm", "first_step", "second_step", "beta2")]
-        + [(name, ctypes.c_float) for name in ("first_correction", "second_correction", "eps", "weight_decay", "lr")]
-        + [("average_step", ctypes.c_float), ("stack", ctypes.c_void_p), ("scales", ctypes.c_void_p)]
-        + [("rows", ctypes.c_int64), ("columns", ctypes.c_int64), ("n_matrices", ctypes.c_int32)]
-        + [(name, ctypes.c_float) for name in ("momentum_step", "row_step", "scale")]
-        + [("cautious", ctypes.c_int32)]
+        fields(POINTER, "tensors gradients chunks spans squares sums clip trust")
+        + fields(INT32, "n_chunks first_chunk first_tensor")
+        + fields(FLOAT, "max_norm first_step second_step beta2 first_correction second_correction eps weight_decay lr")
+        + fields(FLOAT, "average_step")
+        + fields(POINTER, "stack scales")
+        + fields(INT64, "rows columns")
+        + fields(INT32, "n_matrices")
+        + fields(FLOAT, "momentum_step row_step scale")
+        + fields(INT32, "cautious")
     )
 
-
-def _set(params: _Params, settings: Settings | MatrixSettings) -> None:
-    """Set what differs from group to group; launches copy the parameters, so they may change afterwards."""
-    values: dict[str, float] = {name: getattr(settings, name) for name in ("eps", "weight_decay", "lr")}
-    if isinstance(settings, MatrixSettings):
-        rows, columns = settings.shape
-        values |= {"first_step": 1 - settings.momentum, "momentum_step": settings.momentum, "rows": rows}
-        values |= {"columns": columns, "row_step": 1 - muon.ROW_BETA, "cautious": settings.cautious}
-        values["scale"] = muon.RMS if settings.by_row else muon.matched_scale(settings.shape)
-    else:
-        (beta1, beta2), step = settings.betas, settings.step
-        values |= {"first_step": 1 - beta1, "second_step": 1 - beta2, "beta2": beta2}
-        values |= {"first_correction": 1 / (1 - beta1**step), "second_correction": 1 / math.sqrt(1 - beta2**step)}
-    for name, value in values.items():
-        setattr(params, name, value)
+    def set_group(self, settings: Settings | MatrixSettings) -> None:
+        """Set what differs from group to group; launches copy it, so that it may change afterwards."""
+        self.set(eps=settings.eps, weight_decay=settings.weight_decay, lr=settings.lr)
+        if isinstance(settings, MatrixSettings):
+            rows, columns = settings.shape
+            self.set(first_step=1 - settings.momentum, momentum_step=settings.momentum, row_step=1 - muon.ROW_BETA)
+            self.set(rows=rows, columns=columns, cautious=settings.cautious)
+            self.set(scale=muon.RMS if settings.by_row else muon.matched_scale(settings.shape))
+        else:
+            (beta1, beta2), step = settings.betas, settings.step
+            self.set(first_step=1 - beta1, second_step=1 - beta2, beta2=beta2)
+            self.set(first_correction=1 / (1 - beta1**step), second_correction=1 / math.sqrt(1 - beta2**step))
 
 
 @cache

@@ -1,7 +1,7 @@
 """CUDA C++ compiled at run time by NVRTC, which torch's CUDA wheels bring along, kept on disk, launched by the driver.
 
-A kernel here takes one argument, a ctypes structure whose fields are those of `struct Params` in its source, and runs
-on one row of blocks. Nothing waits for the device except making a `Module`.
+A kernel here takes one argument, a `Params` whose fields are those of `struct Params` in its source, and runs on one
+row of blocks. Nothing waits for the device except making a `Module`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,41 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _HASH = hashlib.sha256().digest_size
+
+FLOAT, INT32, INT64, POINTER = ctypes.c_float, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+
+
+def fields(kind: type[ctypes._SimpleCData] | type[ctypes.Array], names: str) -> list[tuple[str, Any]]:
+    """Fields of a `Params`, of one kind."""
+    return [(name, kind) for name in names.split()]
+
+
+class Params(ctypes.Structure):
+    """What a kernel is given. Keeps the tensors that it points to until its launches are queued, from where on the
+    caching allocator orders the rest."""
+
+    def __init__(self, **values: Tensor | Sequence[Tensor] | float | None) -> None:
+        super().__init__()
+        self._kept: list[Tensor] = []
+        self.set(**values)
+
+    def set(self, **values: Tensor | Sequence[Tensor] | float | None) -> None:
+        """Set fields: tensors by their address, several as a list of addresses, None as a null pointer."""
+        for name, value in values.items():
+            if isinstance(value, Sequence):
+                self._kept += value
+                getattr(self, name)[: len(value)] = [tensor.data_ptr() for tensor in value]
+            elif isinstance(value, Tensor):
+                self._kept.append(value)
+                setattr(self, name, value.data_ptr())
+            else:
+                setattr(self, name, value)
 
 
 class Module:
@@ -31,7 +61,7 @@ class Module:
 
     def __init__(self, source: Path, options: Sequence[str], device: int) -> None:
         """options: of NVRTC, such as "-DNAME=1". device: number of the CUDA device."""
-        self.name, self.driver = source.name, _driver()
+        self.name, self.driver, self.device = source.name, _driver(), device
         self.context = ctypes.c_void_p()  # torch's: the runtime's primary context
         self._check(self.driver.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device))
         self.properties = torch.cuda.get_device_properties(device)
@@ -67,14 +97,17 @@ class Module:
         )
         return count.value * self.properties.multi_processor_count
 
-    def launch(
-        self, name: str, blocks: int, threads: int, params: ctypes.Structure, stream: int, shared: int = 0
-    ) -> None:
-        """Queue kernel `name` on a stream of the current device. Raises RuntimeError where the driver refuses."""
-        self._bind()
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        sizes = (blocks, 1, 1, threads, 1, 1, shared)
-        self._check(self.driver.cuLaunchKernel(self.function(name), *sizes, ctypes.c_void_p(stream), pointers, None))
+    def launch(self, name: str, blocks: int, threads: int, params: Params, shared: int = 0) -> None:
+        """Queue kernel `name` on the device's current stream, if it has any blocks; it gets a copy of `params`. Raises
+        RuntimeError where the driver refuses."""
+        if not blocks:
+            return
+        with torch.cuda.device(self.device):
+            self._bind()
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+            sizes = (blocks, 1, 1, threads, 1, 1, shared)
+            self._check(self.driver.cuLaunchKernel(self.function(name), *sizes, stream, pointers, None))
 
     def _bind(self) -> None:
         """Make the context current in a thread that has none yet, as autograd's may."""

@@ -13,7 +13,6 @@ states before it. What alphas need, the products of all dx with all h, is one sm
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor
 from ops import nvrtc
 from ops.depth_average import refuse_second_derivative
 from ops.dropout import DropoutStates, keep_scale, kept_from
-from ops.nvrtc import Module, aligned
+from ops.nvrtc import FLOAT, INT32, INT64, POINTER, Module, Params, aligned, fields
 
 _SOURCE = Path(__file__).parent / "cuda" / "residual_stream.cu"
 _MAX_STATES = 64
@@ -103,45 +102,48 @@ class _History:
         self.partial_sums: list[Tensor] = []
         self.partial_upto = 0
 
-    def call(self, device: torch.device, sublayer: int, drops: _Drops | None) -> _Call:
-        call = _Call(device, self.shape[-1], self.sublayers)
-        call.set(alphas=self.alphas, n_tokens=self.shape[:-1].numel(), sublayer=sublayer, eps=self.eps)
+    def params(self, sublayer: int, drops: _Drops | None) -> _Params:
+        """What the kernels of a sublayer are given in both directions."""
+        params = _Params(alphas=self.alphas, n_tokens=self.shape[:-1].numel(), sublayer=sublayer, eps=self.eps)
         if drops is not None:
             tokens, columns, p, site = drops
-            call.set(tokens=tokens, columns=columns, threshold=kept_from(p), keep_scale=keep_scale(p), site=site)
-        return call
+            params.set(tokens=tokens, columns=columns, threshold=kept_from(p), keep_scale=keep_scale(p), site=site)
+        return params
+
+    def launch(self, device: torch.device, name: str, params: _Params) -> None:
+        """Queue a kernel in which a warp does a token."""
+        blocks = -(-params.n_tokens // (_THREADS // 32))
+        _module(device.index, self.shape[-1], self.sublayers).launch(name, blocks, _THREADS, params)
 
     def forward_kernel(
         self, sublayer: int, drops: _Drops | None, x: Tensor, update: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """New stream, its layer norm, and 1 / its standard deviation [B, T] (both None after the last sublayer)."""
-        call, name = self.call(x.device, sublayer, drops), "residual_forward"
-        call.set(x=x, update=update)
+        params, name = self.params(sublayer, drops), "residual_forward"
+        params.set(x=x, update=update)
         if self.alphas is not None:
             first = self.partial_upto if self.partial_sums else 0  # the states before it are in the partial sum
             begun = self.partial_sums.pop(0) if self.partial_sums else None
-            call.set_list("states", self.states[first:])
-            call.set(begun=begun, first=first, count=len(self.states) - first)
+            params.set(states=self.states[first:], begun=begun, first=first, count=len(self.states) - first)
             self.states.append(x.new_empty(self.shape, dtype=torch.bfloat16))
-            call.set(state=self.states[-1])  # written by this kernel, which has its value in registers
+            params.set(state=self.states[-1])  # written by this kernel, which has its value in registers
             if sublayer > 0 and sublayer % self.group == 0 and self.group > 1:
                 steps = min(self.group, self.sublayers - sublayer) - 1
-                name = self.start_partial_sums(call, name, x, steps, len(self.states))
+                name = self.start_partial_sums(params, name, x, steps, len(self.states))
         out = x if update is None else torch.empty_like(x)
         normalised = deviation = None
         if sublayer < self.sublayers - 1:
             normalised = x.new_empty(self.shape, dtype=torch.bfloat16)
             deviation = x.new_empty(self.shape[:-1])
-        call.set(out=None if update is None else out, normalised=normalised, deviation=deviation)
-        call.launch_by_token(name)
+        params.set(out=None if update is None else out, normalised=normalised, deviation=deviation)
+        self.launch(x.device, name, params)
         return out, normalised, deviation
 
-    def start_partial_sums(self, call: _Call, name: str, like: Tensor, steps: int, upto: int) -> str:
+    def start_partial_sums(self, params: _Params, name: str, like: Tensor, steps: int, upto: int) -> str:
         """Let a kernel add up what it reads for the next `steps` sublayers, too; returns the kernel's name that can."""
         if steps > 0:
             self.partial_sums, self.partial_upto = [torch.empty_like(like) for _ in range(steps)], upto
-            call.set_list("ahead", self.partial_sums)
-            call.set(n_ahead=steps)
+            params.set(ahead=self.partial_sums, n_ahead=steps)
         return f"{name}_ahead" if steps > 0 else name
 
     def backward_kernel(
@@ -154,12 +156,12 @@ class _History:
         """Gradients of x and of the update from those of the new stream and its layer norm, and what was saved."""
         like = next(gradient for gradient in gradients if gradient is not None)
         dx = torch.empty(self.shape, dtype=torch.float32, device=like.device)
-        call, name = self.call(like.device, sublayer, drops), "residual_backward"
+        params, name = self.params(sublayer, drops), "residual_backward"
         if gradients[0] is not None:
-            call.set(x=aligned(gradients[0].float()))
+            params.set(x=aligned(gradients[0].float()))
         if gradients[1] is not None:
             dnormalised = aligned(gradients[1].to(torch.bfloat16))
-            call.set(dnormalised=dnormalised, normalised=saved[0], deviation=saved[1])
+            params.set(dnormalised=dnormalised, normalised=saved[0], deviation=saved[1])
         dupdate = None
         if self.alphas is not None:
             passed = self.sublayers - 1 - sublayer  # sublayers whose backward pass is done
@@ -167,31 +169,34 @@ class _History:
                 self.partial_sums = []  # of a backward pass that ended early
             later = self.gradients[sublayer + 1 : self.partial_upto if self.partial_sums else None]
             begun = self.partial_sums.pop(0) if self.partial_sums else None
-            call.set_list("gradients", later)
-            call.set(begun=begun, first=sublayer + 1, count=len(later))
+            params.set(gradients=_all(later), begun=begun, first=sublayer + 1, count=len(later))
             if passed > 0 and passed % self.group == 0 and self.group > 1:
-                name = self.start_partial_sums(call, name, dx, min(self.group - 1, sublayer + 1), sublayer)
+                name = self.start_partial_sums(params, name, dx, min(self.group - 1, sublayer + 1), sublayer)
         if sublayer >= 0:  # -1: the embeddings, which no sublayer has updated
             dupdate = torch.empty(self.shape, dtype=torch.bfloat16, device=like.device)
             if self.alphas is not None:
                 self.gradients[sublayer] = torch.empty_like(dupdate)
-                call.set(state=self.gradients[sublayer])
-        call.set(out=dx, dupdate=dupdate)
-        call.launch_by_token(name)
+                params.set(state=self.gradients[sublayer])
+        params.set(out=dx, dupdate=dupdate)
+        self.launch(like.device, name, params)
         return dx, dupdate
 
     def products(self, device: torch.device) -> list[Tensor]:
         """Gradients of all alphas: <dx_{k+1}, h_m> for m <= k + 1, float32 [k + 2] for each sublayer k."""
-        call = self.call(device, -1, None)
         blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
         # [n, n + 1] in whole tiles of mma.m16n8k16; each warp adds up its tokens in a matrix of its own.
         rows, columns = -(-self.sublayers // 16) * 16, -(-(self.sublayers + 1) // 8) * 8
         parts = torch.empty(blocks * _PRODUCT_WARPS, rows, columns, device=device)
-        call.set_list("states", self.states)
-        call.set_list("gradients", self.gradients)
-        call.set(products=parts)
-        call.launch("residual_products", blocks, _PRODUCT_THREADS)
+        params = self.params(-1, None)
+        params.set(states=self.states, gradients=_all(self.gradients), products=parts)
+        module = _module(device.index, self.shape[-1], self.sublayers)
+        module.launch("residual_products", blocks * bool(self.shape.numel()), _PRODUCT_THREADS, params)
         return [row[: k + 2] for k, row in enumerate(parts.sum(0)[: self.sublayers].unbind())]
+
+
+def _all(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Those that a backward pass has got to, which are all of them."""
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 _Drops = tuple[Tensor, Tensor, float, int]  # states of tokens, keys of columns, probability, site
@@ -241,50 +246,15 @@ class _Next(torch.autograd.Function):
         return None, None, None, dx, dupdate.to(ctx.dtype)
 
 
-# Arguments and launches. Field by field what `struct Params` in the source is.
+class _Params(Params):
+    """Field by field what `struct Params` in the source is."""
 
-
-class _Params(ctypes.Structure):
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("x", "update", "tokens", "columns", "alphas", "state", "out")]
-        + [(name, ctypes.c_void_p) for name in ("normalised", "deviation", "dnormalised", "dupdate", "products")]
-        + [(name, ctypes.c_void_p * _MAX_STATES) for name in ("states", "gradients")]
-        + [("begun", ctypes.c_void_p), ("ahead", ctypes.c_void_p * (_MAX_GROUP - 1)), ("n_tokens", ctypes.c_int64)]
-        + [(name, ctypes.c_int32) for name in ("sublayer", "first", "count", "n_ahead", "site", "threshold")]
-        + [("keep_scale", ctypes.c_float), ("eps", ctypes.c_float)]
+        fields(POINTER, "x update tokens columns alphas state out normalised deviation dnormalised dupdate products")
+        + fields(POINTER * _MAX_STATES, "states gradients")
+        + fields(POINTER, "begun")
+        + fields(POINTER * (_MAX_GROUP - 1), "ahead")
+        + fields(INT64, "n_tokens")
+        + fields(INT32, "sublayer first count n_ahead site threshold")
+        + fields(FLOAT, "keep_scale eps")
     )
-
-
-class _Call:
-    """A `Params`, the tensors that it points to, and a launch with it on the current stream."""
-
-    def __init__(self, device: torch.device, width: int, sublayers: int) -> None:
-        self._device, self._params = device, _Params()
-        self._module = _module(device.index, width, sublayers)
-        self._kept: list[Tensor] = []  # alive until the launch is queued; the caching allocator orders the rest
-
-    def set(self, **values: Tensor | int | float | None) -> None:
-        """Set fields; tensors by their address, None as a null pointer."""
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                self._kept.append(value)
-                value = value.data_ptr()
-            setattr(self._params, name, value)
-
-    def set_list(self, name: str, tensors: Sequence[Tensor | None]) -> None:
-        """Set a field that is a list of addresses."""
-        addresses = getattr(self._params, name)
-        for index, tensor in enumerate(tensors):
-            assert tensor is not None
-            addresses[index] = tensor.data_ptr()
-
-    def launch_by_token(self, name: str) -> None:
-        """Queue a kernel in which a warp does a token."""
-        self.launch(name, -(-self._params.n_tokens // (_THREADS // 32)), _THREADS)
-
-    def launch(self, name: str, blocks: int, threads: int) -> None:
-        """Queue a kernel on the current stream of the tensors' device."""
-        if self._params.n_tokens:
-            with torch.cuda.device(self._device):
-                stream = torch.cuda.current_stream().cuda_stream
-                self._module.launch(name, blocks, threads, self._params, stream)
