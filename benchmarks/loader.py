@@ -64,13 +64,15 @@ def resident_bytes() -> int:
 def write_corpus(folder: Path, tokens: int, mean_length: int, tokens_per_shard: int = 100_000_000) -> None:
     """Random documents with exponentially distributed lengths."""
     generator = np.random.default_rng(0)
-    pool = generator.integers(16, 16384, 1 << 20).astype(np.uint16)
+    pool, files = generator.integers(16, 16384, 1 << 20).astype(np.uint16), []
     for number, start in enumerate(range(0, tokens, tokens_per_shard)):
         size = min(tokens_per_shard, tokens - start)
         lengths = 1 + generator.exponential(mean_length - 1, size=size // mean_length + 1).astype(int)
         lengths = np.minimum(lengths, len(pool))
         documents = (pool[:length] for length in lengths)
-        write_shard(folder / f"part_{number:04d}.shard", documents, tokenizer_hash="0" * 64, vocab_size=16384)
+        files.append(write_shard(folder / f"part_{number:04d}.shard", documents, "0" * 64, vocab_size=16384))
+    write_table(folder, files)
+    write_manifest(folder, files, "0" * 64, 16384, {})
 
 
 def build_rows(builder: BatchBuilder, objective: int, tokens: int) -> None:
@@ -110,8 +112,8 @@ def bytes_from_disk() -> int:
     return int(Path("/proc/self/io").read_text().split("read_bytes:")[1].split()[0])
 
 
-def measure_shards(corpus: Corpus, rows: int = 2048, length: int = 128, repeats: int = 5) -> dict[str, float]:
-    """CPU time of an epoch's index and of a step's rows; time and bytes of cold rows."""
+def measure_shards(corpus: Corpus, rows: int = 2048, length: int = 128, repeats: int = 5) -> dict[str, Any]:
+    """CPU time of an epoch's index and of a step's rows; time and bytes of a step's rows that are not in memory."""
     stream, generator = TokenStream(corpus, 7), np.random.default_rng(1)
     start = time.process_time()
     stream._index(0)
@@ -125,16 +127,20 @@ def measure_shards(corpus: Corpus, rows: int = 2048, length: int = 128, repeats:
         start = time.process_time()
         stream.read_rows(some, length + 1)
         times.append(time.process_time() - start)
-    evict(corpus)
-    read, start = bytes_from_disk(), time.perf_counter()
-    stream.read_rows(positions[0][: rows // 8], length + 1)
-    seconds, read = time.perf_counter() - start, bytes_from_disk() - read
+    cold, read = [], bytes_from_disk()
+    for some in positions[1:]:
+        evict(corpus)
+        corpus._in_memory, start = False, time.perf_counter()
+        stream.read_rows(some, length + 1)
+        cold.append(time.perf_counter() - start)
+    read = bytes_from_disk() - read
     return {
         "shards": len(corpus.shards),
         "index_ns_per_document": index / corpus.num_documents * 1e9,
         "tokens_per_cpu_second": rows * length / sorted(times)[repeats // 2],
-        "cold_ms_per_row": seconds / (rows // 8) * 1e3,
-        "cold_kib_per_row": read / (rows // 8) / 1024,
+        "cold_ms_per_row": sorted(cold)[repeats // 2] / rows * 1e3,
+        "cold_tokens_per_second": [rows * length / seconds for seconds in sorted(cold)],
+        "cold_kib_per_row": read / (rows * repeats) / 1024,
     }
 
 
@@ -231,7 +237,7 @@ def mix_of(folder: Path) -> Path:
     return folder / "mix.json"
 
 
-def scale_shards(options: argparse.Namespace) -> list[dict[str, float]]:
+def scale_shards(options: argparse.Namespace) -> list[dict[str, Any]]:
     """`measure_shards` for every number of shards asked for."""
     results = []
     for number in options.shards:
@@ -245,10 +251,12 @@ def scale_shards(options: argparse.Namespace) -> list[dict[str, float]]:
             path = mix_of(Path(folder)) if options.mix else f"{folder}/*.shard"
             corpus = Corpus(path, tokenizer_hash=None, bos_id=1, eos_id=2)
             results.append(found := measure_shards(corpus))
+        fastest, slowest = (found["cold_tokens_per_second"][at] / 1e6 for at in (0, -1))
         print(
             f"{found['shards']:6} shards: index {found['index_ns_per_document']:6.0f} ns CPU a document, rows "
             f"{found['tokens_per_cpu_second'] / 1e6:6.2f} M tokens a second of CPU, cold rows "
-            f"{found['cold_ms_per_row']:.3f} ms and {found['cold_kib_per_row']:,.0f} KiB from the disk",
+            f"{found['cold_ms_per_row']:.3f} ms and {found['cold_kib_per_row']:,.1f} KiB from the disk, "
+            f"{slowest:.2f} to {fastest:.2f} M tokens/s",
             flush=True,
         )
     return results
