@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from data.blocks import BlockOrder, Blocks
-from data.documents import Documents
+from data.documents import OCCURRENCE_SHIFT, Documents
 from data.epochs import Epochs, Stage
 from data.mix import CorpusError, MixStage, Source, plain_mix, read_mix
 from data.positions import Exposure
@@ -91,6 +91,17 @@ class Corpus(Documents):
     def source_tokens(self) -> list[int]:
         """Tokens of each source, special ones included."""
         return super().source_tokens if self.blocks is None else self.blocks.source_tokens
+
+    def sources_of(self, origins: np.ndarray) -> np.ndarray:
+        """The source of each row's first stored token, int64 [R]; origins: of its tokens (TokenStream.read), [R, T]."""
+        first = np.take_along_axis(origins, (origins != 0).argmax(axis=1)[:, None], axis=1)[:, 0]
+        return np.searchsorted(self._source_ends, first & ((1 << OCCURRENCE_SHIFT) - 1), side="right")
+
+    @cached_property
+    def _source_ends(self) -> np.ndarray:
+        """Stored tokens up to the end of each source."""
+        of_shards = np.searchsorted(self.shard_documents, [*self.first_documents[1:], self.num_documents])
+        return self.shard_tokens[of_shards]
 
     def _repeats(self, stage: MixStage) -> tuple[Fraction, ...]:
         """How often an epoch of a stage uses each source, 0 for those that it does not have."""

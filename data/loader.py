@@ -31,7 +31,7 @@ from data.stream import TokenStream
 
 _CLOSE_SECONDS = 5.0
 # Fields of RowBatch that go to the device.
-TENSORS = ("tokens", "row_keys", "objective", "mask_counts", "origins", "target_weights", "scored", "ends")
+TENSORS = ("tokens", "row_keys", "objective", "mask_counts", "origins", "target_weights", "scored", "ends", "sources")
 WEIGHT_UNITS = 1 << 23  # in which sums of weights are exact: float32 numbers from 1 on are multiples of 1 / this
 _COUNTS = ("targets", "documents")  # and those that the host keeps
 
@@ -44,9 +44,10 @@ class RowBatch:
     [R]. objective: int64 [R], numbers in the run's objectives. mask_counts: int64 [R]. origins: int64 [R, T+1] or None.
     target_weights: float32 [R], what each target of a row weighs beside others of its objective, or None where all
     weigh 1. scored: bool [R, T+1], the tokens that are targets of objectives with all targets, or None for all. ends:
-    int32 [R, T] of data/reading.py, or None in runs without rows that look ahead. On the host, of each row by
-    objective, int64 [objectives, R]: targets, and documents, as many as the row touches or
-    more; none in the lines of other objectives than the row's."""
+    int32 [R, T] of data/reading.py, or None in runs without rows that look ahead. sources: int64 [R], of a mix of
+    several the source of a row's first token, else None. On the host, of each row by objective, int64 [objectives, R]:
+    targets, and documents, as many as the row touches or more; none in the lines of other objectives than the row's.
+    """
 
     tokens: torch.Tensor
     row_keys: torch.Tensor
@@ -56,6 +57,7 @@ class RowBatch:
     target_weights: torch.Tensor | None
     scored: torch.Tensor | None
     ends: torch.Tensor | None
+    sources: torch.Tensor | None
     targets: np.ndarray
     documents: np.ndarray
 
@@ -136,9 +138,13 @@ def micro_batches(
     return passes, max(size, -(-rows // passes))
 
 
-def _pack(tokens, keys, objective: int, rates: RowRates, options: MaskingOptions, origins, marked: bool) -> RowBatch:
-    """Rows of one objective (tokens [R, T+1], keys [R], origins [R, T+1] or None) with their target counts. marked:
-    whether UNSCORED is added to some tokens. Writes `<s>` into the rows' first column, which no row owns."""
+def _pack(
+    tokens, keys, objective: int, rates: RowRates, options: MaskingOptions, origins, marked: bool, sources=None
+) -> RowBatch:
+    """Rows of one objective (tokens [R, T+1], keys [R], origins [R, T+1] or None) with their target counts.
+
+    marked: whether UNSCORED is added to some tokens. sources: [R] or None. Writes `<s>` into the rows' first column,
+    which no row owns."""
     scored = tokens < UNSCORED if marked else None
     if scored is not None:
         tokens = tokens - UNSCORED * ~scored
@@ -161,6 +167,7 @@ def _pack(tokens, keys, objective: int, rates: RowRates, options: MaskingOptions
         target_weights=None if weights is None else torch.from_numpy(weights),
         scored=None if scored is None else torch.from_numpy(scored),
         ends=None if ends is None else torch.from_numpy(ends),
+        sources=None if sources is None else torch.from_numpy(sources),
         targets=targets,
         documents=documents,
     )
@@ -209,11 +216,14 @@ class BatchBuilder:
         """The rows of one objective."""
         positions = self._positions(step, wanted)
         # With the first token of the row that follows in the stream, which is the last target.
+        several, even = len(self.options.sources) > 1, self.options.even
         tokens, origins = self._streams[wanted.objective].read_rows(
-            positions, step.seq_length + 1, origins=self.options.even
+            positions, step.seq_length + 1, origins=even or several
         )
         keys = self.plan.row_keys(wanted.objective, positions)
-        return _pack(tokens, keys, wanted.objective, step.rates, self.options, origins, self.corpus.has_marks)
+        sources = self.corpus.sources_of(origins[:, 1:]) if several and origins is not None else None
+        origins = origins if even else None
+        return _pack(tokens, keys, wanted.objective, step.rates, self.options, origins, self.corpus.has_marks, sources)
 
     def _positions(self, step: StepPlan, wanted: RowRange) -> np.ndarray:
         """Where the rows begin in their stream."""
@@ -250,7 +260,8 @@ class BatchBuilder:
             if batch.scored is not None:
                 tokens = tokens + UNSCORED * ~np.resize(batch.scored.numpy(), shape)
             marked = batch.scored is not None
-            parts.append(_pack(tokens, keys, wanted.objective, plan.rates, self.options, origins, marked))
+            sources = None if batch.sources is None else np.resize(batch.sources.numpy(), len(wanted))
+            parts.append(_pack(tokens, keys, wanted.objective, plan.rates, self.options, origins, marked, sources))
         return self._step_batch(plan, parts, world_size, local_batch_size)
 
     def _step_batch(self, plan: StepPlan, parts: list[RowBatch], world_size: int, local_batch_size: int) -> StepBatch:

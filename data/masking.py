@@ -59,6 +59,7 @@ class MaskingOptions:
     row_start: bool = True  # whether a row's first input is `<s>`, also where the row goes on in a document
     seed: int = 0  # of `even` masking, whose spans belong to the corpus and not to a row
     objectives: tuple[Objective, ...] = OBJECTIVES  # of the run
+    sources: tuple[str, ...] = ()  # names of a mix's, whose losses are told apart
 
 
 @dataclass(frozen=True)

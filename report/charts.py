@@ -81,7 +81,9 @@ def further_averages(runs: list[Run]) -> list[str]:
 
 
 def objective_charts(runs: list[Run], measure: str, title: str, **options: Any) -> list[Chart]:
-    """A chart per objective of `measure` ("loss", "accuracy"): training, validation and validation of averages."""
+    """A chart per objective of `measure` ("loss", "accuracy"): training, validation and validation of averages.
+
+    Also of each source of a mix and of several held-out sets, which share a chart where they share a name."""
     charts = []
     for position, objective in enumerate(objectives(run.metrics for run in runs)):
         colour = hue_of(objective, position)
@@ -89,11 +91,12 @@ def objective_charts(runs: list[Run], measure: str, title: str, **options: Any) 
         name, heading = f"{objective}_{measure}", f"{objective.capitalize()} {title}"
         charts += chart_of(name, heading, [*lines, *_validation(runs, "valid/", name, colour)], **options)
         key = re.compile(
-            rf"valid/([^/]+)/(?:ema(?:-[^_/]+)?_)?{re.escape(name)}"
-        )  # of several held-out sets, each a small chart
+            rf"(?:train|valid)/([^/]+)/(?:ema(?:-[^_/]+)?_)?{re.escape(name)}"
+        )  # of sources and held-out sets, each a small chart
         found = (key.fullmatch(each) for run in runs for each in run.metrics.series)
         for held_out in dict.fromkeys(match[1] for match in found if match):
-            lines = _validation(runs, f"valid/{held_out}/", name, colour)
+            lines = _noisy(runs, f"train/{held_out}/{name}", colour)
+            lines += _validation(runs, f"valid/{held_out}/", name, colour)
             charts += chart_of(f"{name}_{held_out}", f"{heading}, {held_out}", lines, **{**options, "small": True})
     if not charts:
         charts = chart_of(measure, title.capitalize(), _noisy(runs, f"train/{measure}"), **options)

@@ -218,8 +218,14 @@ def test_rows_cover_the_streams_and_epochs_the_corpus(tmp_path_factory, case):
 @given(cases().filter(lambda case: case.mix is not None))
 def test_mix_uses_no_document_ahead_of_others_and_stages_their_sources(tmp_path_factory, case):
     corpus, plan = case.open(tmp_path_factory.mktemp("mixes")), case.plan
-    builder = BatchBuilder(corpus, plan, case.options)
+    names = [source.name for source in corpus.sources]
+    builder = BatchBuilder(corpus, plan, replace(case.options, sources=tuple(names)))
     uses, split = np.zeros(sum(case.lengths) + FIRST, np.int64), sum(case.lengths[: case.first_shard])
+    batch = builder.step(plan.max_steps - 1, 0, 1, "rows", 4).batch
+    if batch.sources is not None:
+        for tokens, source in zip(batch.tokens[:, 1:].tolist(), batch.sources.tolist(), strict=True):
+            stored = [token - FIRST for token in tokens if token >= FIRST]
+            assert not stored or names[source] == "ab"[stored[0] >= split]
     for (begin, end), repeats in zip(pairwise(builder.mix.steps), corpus.stage_repeats, strict=True):
         for objective, epochs in enumerate(builder.mix.epochs):
             first, last = (plan.objective_tokens_before(step)[objective] for step in (begin, end))

@@ -54,6 +54,10 @@ def test_metrics_count_tokens_and_epochs_by_source(one):
     for line in lines:
         tokens = [line[f"data/{name}_tokens"] for name in ("web", "books")]
         assert sum(tokens) == pytest.approx(line["stats/tokens"], abs=2)
+    for name in ("masked", "causal"):
+        for line in lines:
+            losses = [line[key] for source in ("web", "books") if (key := f"train/{source}/{name}_loss") in line]
+            assert min(losses) - 1e-6 <= line[f"train/{name}_loss"] <= max(losses) + 1e-6
     fraction = [line["data/web_tokens"] / line["stats/tokens"] for line in lines]
     assert fraction[3] == pytest.approx(0.8, abs=0.04)
     assert fraction[7] < fraction[3] - 0.2
@@ -61,6 +65,7 @@ def test_metrics_count_tokens_and_epochs_by_source(one):
     assert epochs == sorted(epochs)
     page = (one / "report.html").read_text()
     assert "Data used" in page
+    assert "Masked loss, books" in page
     assert f"{lines[-1]['data/books_tokens']:,.0f}" in page
 
 
@@ -94,7 +99,9 @@ def test_ranks_make_the_same_run(one, inputs, ranks, split):
     for line, expected in zip(training_lines(one.parent / name), training_lines(one), strict=True):
         for key in ("data/fingerprint", "data/web_tokens", "data/books_epochs"):
             assert line[key] == expected[key]
-        assert line["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5)
+        losses, others = ({k: v for k, v in of.items() if k.endswith("_loss")} for of in (line, expected))
+        assert "train/web/masked_loss" in losses
+        assert losses == pytest.approx(others, rel=1e-5)
 
 
 def test_paths_of_held_out_sets(tmp_path):

@@ -34,7 +34,7 @@ from ops.reference import reference_chosen
 from ops.rope import VarlenSizes
 from training.config import TrainingConfig
 from training.gradients import GradientBuckets
-from training.loss import hybrid_loss, varlen_sizes
+from training.loss import COLUMNS, hybrid_loss, varlen_sizes
 
 _SIZES = 64  # of the head's slots for targets, between none and all positions
 _ROW_SIZES = 32  # of a batch, between a power of two and the next: on average 1 % of rows are padding
@@ -184,7 +184,9 @@ class ForwardBackward:
         self._device, self.mixed_precision, self.captures = device, mixed_precision, captures
         self._keeps_copies = keeps_copies
         self._by_document = model.config.position_embedding == "rope"
-        self.sums = torch.zeros(len(options.objectives), 4, dtype=torch.float64, device=device)
+        self.sources = options.sources if len(options.sources) > 1 else ()
+        lines = len(options.objectives) * (1 + len(self.sources))
+        self.sums = torch.zeros(lines, COLUMNS, dtype=torch.float64, device=device)
         self._weights = torch.zeros(len(options.objectives), device=device)
         self._step_key = torch.zeros((), dtype=torch.int64, device=device)
         self.lacks_memory = False  # for graphs

@@ -330,6 +330,7 @@ def read_inputs(config: TrainingConfig, trusted: bool = False) -> Inputs:
     files: dict[str, Any] = {"trusted": trusted, "cache": cache}
     ids = {"bos_id": options.bos_id, "eos_id": eos}
     corpus = Corpus(config.train_path, tokenizer_hash=identity, **ids, **files, seed=config.seed, order=order)
+    options = dataclasses.replace(options, sources=tuple(source.name for source in corpus.sources))
     words = special.vocab_size
     if not words <= model_config.vocab_size < words + _VOCABULARY_PADDING:
         added = f", of which {special.added} were added to those of its model" * bool(special.added)

@@ -31,6 +31,7 @@ _MOST_RETURNS = 3  # to the same checkpoint
 
 # Columns of the sums that a micro-step returns, one line per objective.
 LOSS, SQUARED_LOG_Z, CORRECT, COUNT = range(4)
+COLUMNS = 4
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,24 @@ def target_positions(labels: torch.Tensor, slots: int) -> torch.Tensor:
 def sums_by_objective(scores, objective: torch.Tensor, objectives: Sequence[Objective] = OBJECTIVES) -> torch.Tensor:
     """Sums of `score_targets` and the count of targets, float64: a line for each objective, columns as above.
     objective: the number of each target's; anything else is left out."""
-    loss, squared_log_z, correct = (score.detach().double() for score in scores)
-    columns = torch.stack([loss, squared_log_z, correct, torch.ones_like(loss)], dim=1)
+    columns = _columns(scores)
     lines = [(columns * (objective == line).double()[:, None]).sum(0) for line in range(len(objectives))]
     return torch.stack(lines)
+
+
+def sums_by_source(
+    scores, objective: torch.Tensor, source: torch.Tensor, sources: int, objectives: Sequence[Objective]
+) -> torch.Tensor:
+    """As `sums_by_objective`, with a line for each objective of each of so many sources; source: of each target."""
+    lines = sources * len(objectives)
+    line = torch.where(objective < 0, lines, source * len(objectives) + objective)
+    columns = _columns(scores)
+    return columns.new_zeros(lines + 1, COLUMNS).index_add_(0, line, columns)[:lines]
+
+
+def _columns(scores) -> torch.Tensor:
+    loss, squared_log_z, correct = (score.detach().double() for score in scores)
+    return torch.stack([loss, squared_log_z, correct, torch.ones_like(loss)], dim=1)
 
 
 def dropout_keys(batch: RowBatch, step_key: torch.Tensor) -> DropoutKeys:
@@ -116,7 +131,8 @@ def hybrid_loss(
     slots: int | None = None,
     sizes: VarlenSizes | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, ModelInputs]:
-    """A micro-batch's part of the global batch's loss, its `sums_by_objective`, and the inputs it was computed on.
+    """A micro-batch's part of the global batch's loss, its `sums_by_objective`, with those by source behind them where
+    rows tell theirs, and the inputs it was computed on.
 
     per_target: LossWeights.per_target; RowBatch.target_weights are factors of it, in the sums, too.
     slots, sizes: room for targets in the head and for documents, as many as there are if None.
@@ -128,12 +144,16 @@ def hybrid_loss(
     sizes = varlen_sizes(batch, options.objectives) if sizes is None else sizes
     scores, objective = score_targets(model, inputs, slots, dropout_keys(batch, step_key), sizes)
     weight = reduce(add, [(objective == line) * weight for line, weight in enumerate(per_target)])
-    if batch.target_weights is not None:
+    row, parts = None, []
+    if batch.target_weights is not None or batch.sources is not None:
         row = torch.div(target_positions(inputs.labels, slots), inputs.labels.shape[1], rounding_mode="floor")
+    if batch.sources is not None:  # unlike those by objective, not weighted
+        parts = [sums_by_source(scores, objective, batch.sources[row], len(options.sources), options.objectives)]
+    if batch.target_weights is not None:
         own = batch.target_weights[row]
         scores = (scores[0] * own, scores[1] * own, scores[2])
     loss = (weight * (scores[0] + z_loss_weight * scores[1])).sum()
-    return loss, sums_by_objective(scores, objective, options.objectives), inputs
+    return loss, torch.cat((sums_by_objective(scores, objective, options.objectives), *parts)), inputs
 
 
 class SpikeGuard:

@@ -26,7 +26,7 @@ from training.config import ConfigError, TrainingConfig
 from training.distributed import World, now, on_main, seconds_between
 from training.errors import NonFiniteError
 from training.inputs import Inputs
-from training.loss import CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
+from training.loss import COLUMNS, CORRECT, COUNT, LOSS, SQUARED_LOG_Z, loss_weights
 from training.metric_logger import MetricLogger, RankStatistics
 from training.optimizers import set_rates
 from training.rank_checks import DivergenceError, RankCheck, begin_check
@@ -97,7 +97,7 @@ def train_step(
     finished = now(world.device)  # after the copies, which are read once it has passed
     return InFlightStep(
         batch.plan, metrics, tuple(targets), weights.per_objective, all_sums, local_sums, prints, extra, finished,
-        check, spiked, words, state.gradients.filled,
+        check, spiked, words, state.gradients.filled, state.forward_backward.sources,
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def _find_spike(state: TrainState, batch: StepBatch, targets: Sequence[float]) -
     local_sums = torch.cat((state.forward_backward.sums.flatten(), norm.to(torch.float64).view(1)))
     sums = world.to_host(world.all_reduce(local_sums.clone(), "losses"))
     objectives = batch.plan.objectives
-    losses = sums[:-1].view(len(objectives), -1)[:, LOSS].tolist()
+    losses = sums[:-1].view(-1, COLUMNS)[: len(objectives), LOSS].tolist()
     figures = {
         f"{each.name} loss": loss / count
         for each, loss, count in zip(objectives, losses, targets, strict=True)
@@ -253,7 +253,8 @@ class InFlightStep:
     metrics: what the host knows of it already. targets: from rank_checks.Agreed.
     objective_weight: what a mean over each objective weighs in the loss.
     sums, fingerprint, extra: on the host, in memory that the device fills; to be read after `finished`.
-    sums: float64 [4 * objectives + 1], `sums_by_objective` and the norm of the gradients, added up over ranks: a norm
+    sources: names of a mix's, whose losses are told apart. sums: float64 [4 * objectives * (1 + sources) + 1],
+    `sums_by_objective`, `sums_by_source` and the norm of the gradients, added up over ranks: a norm
     is each rank's own, and one that a single rank finds bad ends the run on all.
     local_sums: the same of this rank alone, on the device, to find out which rank a bad value comes from.
     filled: when this rank's own backward passes had ended, and it began to wait for the others, if there are any.
@@ -273,6 +274,7 @@ class InFlightStep:
     spiked: bool = False
     words: str = ""
     filled: torch.cuda.Event | float | None = None
+    sources: tuple[str, ...] = ()
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -353,13 +355,14 @@ class AsyncStepMetrics:
         if pending.check is not None:
             pending.check.verify(self._world)
         record = dict(pending.metrics)
-        sums = pending.sums[:-1].view(len(pending.plan.objectives), -1).tolist()
+        objectives = pending.plan.objectives
+        sums, *by_source = pending.sums[:-1].view(-1, len(objectives), COLUMNS).tolist()
         norm = float(pending.sums[-1]) / self._world.size
         finite = all(math.isfinite(line[LOSS]) for line in sums) and math.isfinite(norm)
         if not finite and not pending.spiked:
             raise _non_finite(pending.plan, pending.local_sums, self._world)
         total = z_total = correct = count = 0.0
-        parts = zip(pending.plan.objectives, sums, pending.targets, pending.objective_weight, strict=True)
+        parts = zip(objectives, sums, pending.targets, pending.objective_weight, strict=True)
         for objective, part, targets, weight in parts:
             if part[COUNT] == 0:
                 continue
@@ -369,6 +372,9 @@ class AsyncStepMetrics:
             total += weight * mean
             z_total += weight * part[SQUARED_LOG_Z] / targets
             correct, count = correct + part[CORRECT], count + part[COUNT]
+        for source, lines in zip(pending.sources, by_source, strict=True):
+            of_each = zip(objectives, lines, strict=True)
+            record |= {f"train/{source}/{o.name}_loss": line[LOSS] / line[COUNT] for o, line in of_each if line[COUNT]}
         record["train/loss"], record["train/z_loss"] = total, z_total
         record["train/perplexity"] = math.exp(min(total, 700.0))
         record["train/accuracy"] = correct / max(1.0, count)
@@ -387,11 +393,11 @@ class AsyncStepMetrics:
 def _non_finite(plan: StepPlan, local_sums: torch.Tensor, world: World) -> NonFiniteError | DivergenceError:
     """An error that says which rank and objective a bad value came from; called by all ranks."""
     everyone = world.all_gather_objects(local_sums.tolist(), "losses")  # of each rank as `sums`
-    step, columns = plan.step + 1, len(everyone[0]) // len(plan.objectives)
+    step, number = plan.step + 1, len(plan.objectives)
     bad = [
         f"rank {rank}, {objective.name} objective: the summed loss is {loss}"
         for rank, sums in enumerate(everyone)
-        for objective, loss in zip(plan.objectives, sums[LOSS:-1:columns], strict=True)
+        for objective, loss in zip(plan.objectives, sums[LOSS : number * COLUMNS : COLUMNS], strict=True)
         if not math.isfinite(loss)
     ]
     norms = {rank: sums[-1] for rank, sums in enumerate(everyone) if not math.isfinite(sums[-1])}
