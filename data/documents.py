@@ -23,9 +23,11 @@ from data.shards import REMAKE, Shard, ShardError
 from data.stop_event import check_stop, in_threads
 
 IndexMap = Callable[[np.ndarray], np.ndarray]
+
 BLOCK = 16  # documents per entry of an index of lengths: a row that is read looks at about so many
-_CHUNK = 1 << 17  # documents handled at once while an index is built: a few of them stay in the processor's cache
-_THREADS = 8  # at most, that build an index; more wait for one another
+_CHUNK = 1 << 15  # documents handled at once while an index is built: they stay in the processor's cache
+_THREADS = 16  # at most, that build an index; twice the chunk then, so that they meet less often
+_GATHERS_FROM = 4  # threads
 _DROP_BYTES = 1 << 32  # release mapped pages after about so many bytes were mapped
 _FAULT_BYTES = 64 << 10  # that Linux maps around an access
 _MOST_MAPPED = 1 << 14  # shards, of two maps each; Linux allows a process 65,530 (vm.max_map_count)
@@ -205,30 +207,36 @@ class Documents:
     def _build_walk(self, number: int) -> Walk:
         count, first = int(self.counts[number]), self.first_documents[number]
         permutation = Permutation(fold(fold(self.seed, _SAMPLE), number), count)
-        return Walk(permutation, self.block_ends(count, lambda index: first + index, permutation.inverse))
+        return Walk(permutation, self.block_ends(count, lambda slots: first + slots, permutation))
 
     def block_ends(
-        self, count: int, documents: IndexMap, order: IndexMap, extra: int = 0, name: str = ""
+        self, count: int, documents: IndexMap, order: Permutation | None, extra: int = 0, name: str = ""
     ) -> np.ndarray:
         """Tokens up to the end of each block of BLOCK documents in an order, `extra` added for each: int64 [blocks].
 
-        documents, order: functions from 0 .. count-1, in pieces, to the documents and to their index in the order. Fast
-        where these documents follow each other as stored. name: of `content_name`. Raises IndexStopped."""
+        order: from 0 .. count-1 to slots, None: as they are. documents: from slots to documents; on few threads fast
+        where these follow each other as stored. name: of `content_name`. Raises IndexStopped."""
 
         def fill(sums: np.ndarray) -> None:
-            lock, total = Lock(), torch.from_numpy(sums)
+            lock, total, chunk = Lock(), torch.from_numpy(sums), _CHUNK << (self._threads > 1)
 
-            def add(start: int) -> None:
+            def work(start: int) -> None:
                 check_stop()
-                index = np.arange(start, min(start + _CHUNK, count))
-                lengths = self.spans(documents(index))[1]
-                lengths += extra
-                blocks = torch.from_numpy(order(index) // BLOCK)
-                with lock:  # while others compute; np.add.at would keep them from it
-                    total.index_add_(0, blocks, torch.from_numpy(lengths))
+                index = np.arange(start, min(start + chunk, count))
+                if order is None or self._threads >= _GATHERS_FROM:
+                    # Lengths from here and there: twice the work, but threads share all of it.
+                    lengths = self.spans(documents(index if order is None else order(index)))[1] + extra
+                    begins = np.arange(0, len(index), BLOCK)
+                    sums[start // BLOCK : start // BLOCK + len(begins)] = np.add.reduceat(lengths, begins)
+                    return
+                # As they are stored, added here and there, which one thread does at a time.
+                lengths = torch.from_numpy(self.spans(documents(index))[1] + extra)
+                blocks = torch.from_numpy(order.inverse(index) // BLOCK)
+                with lock:  # np.add.at would keep the others from computing meanwhile
+                    total.index_add_(0, blocks, lengths)
 
             assert len(self.starts)  # before threads ask for it
-            in_threads(add, range(0, count, _CHUNK), self._threads)
+            in_threads(work, range(0, count, chunk), self._threads)
             np.cumsum(sums, out=sums)
 
         return shared_array(name, -(-count // BLOCK), fill, check_stop)

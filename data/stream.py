@@ -52,8 +52,7 @@ class TokenStream:
         if corpus.blocks is not None:
             blocks = epochs.documents_of(epoch, self._order(permutation, np.arange(count)))[0]
             return EpochIndex(permutation, np.cumsum(corpus.blocks.lengths(blocks)))
-        # In the order of the slots, which is that of the shards: only the sums are looked up here and there.
-        order = permutation.inverse if self._key is not None else lambda slots: slots
+        order = permutation if self._key is not None else None
         extra = corpus.specials_per_document
         name = corpus.content_name("index", self._key, epoch, extra, corpus.seed, epochs.content(epoch))
         ends = corpus.block_ends(count, lambda slots: epochs.documents_of(epoch, slots)[0], order, extra, name)
