@@ -3,13 +3,13 @@
 # Sourced by scripts that set SUITE, host_python (which has the suite's packages) and flags, an array: those of the run.
 
 finish() { # OPTIONS, with the exit code of srun: the last message, and the requeue where the ranks could not
-    REQUEUE_ON_CRASH=${REQUEUE_ON_CRASH:-0} LEAST_NODES=${LEAST_NODES:-} "$host_python" "$SUITE/slurm/requeue.py" "$@" -- "${flags[@]}"
+    REQUEUE_ON_CRASH=${REQUEUE_ON_CRASH:-0} "$host_python" "$SUITE/slurm/requeue.py" "$@" -- "${flags[@]}"
 }
 
 run_ranks() { # ARGUMENTS OF SRUN: until the run has ended, or has left this allocation; exits with the job's code
     local code running placed where=()
     placed=$(mktemp) # which nodes take part, once some have died (LEAST_NODES)
-    export TRAINING_RESTARTS=0
+    export TRAINING_RESTARTS=0 LEAST_NODES=${LEAST_NODES:-}
     if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then
         TRAINING_RESTARTS=$(finish --count 2>/dev/null) || TRAINING_RESTARTS=$SLURM_RESTART_COUNT
     fi
@@ -17,7 +17,7 @@ run_ranks() { # ARGUMENTS OF SRUN: until the run has ended, or has left this all
         command srun "${where[@]}" "$@" &
         running=$!
         # srun would wait for a node that is gone
-        if [ -n "${LEAST_NODES:-}" ]; then finish --attend $running & fi
+        if [ -n "$LEAST_NODES" ]; then finish --attend $running & fi
         wait $running
         code=$?
         while [ $code -gt 128 ] && kill -0 $running 2>/dev/null; do # a signal ends `wait`, not srun

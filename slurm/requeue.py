@@ -54,7 +54,7 @@ from training.status import (
 
 START_AGAIN = 76  # no exit code of a rank (training/errors.py)
 _PROBE_SECONDS = 4.0  # within which a node that lives starts a process
-_LAST_SECONDS = 3.0  # for ranks to end once one has recorded its error
+_LAST_SECONDS = 2.0  # for ranks to say and record what ended them
 _EARLY = {128 + signal.SIGHUP, 128 + signal.SIGUSR1, 128 + signal.SIGUSR2, 128 + signal.SIGTERM}
 
 
@@ -89,7 +89,7 @@ def finish(
     else:
         cause = f"a rank ended with exit code {exit_code}; its error is above"
     wanted = status is not None and status.state == REQUEUE_WANTED
-    early = exit_code in _EARLY and failure is None
+    early = exit_code in _EARLY and (failure is None or failure.secondary)
     if early:
         excuse_attempt(config, environment)
     kind = kind_of_code(exit_code) if failure is None else KINDS.get(failure.kind, BUG)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.ranks import Run, run_ranks, start_ranks
 from helpers.tiny_runs import flags, make_inputs, training_lines
 
@@ -50,6 +52,29 @@ def test_stopped_rank_is_named(tmp_path: Path, option: dict[str, float], words: 
     assert all(re.search(r"in _?finish\b", path.read_text()) for path in stacks)
     beat = json.loads((tmp_path / "run" / "heartbeats" / f"{socket.gethostname()}.json").read_text())
     assert (beat["rank"], beat["host"]) == (0, socket.gethostname())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_killed_rank_ends_the_other_under_nccl(tmp_path: Path, sharding: str):
+    inputs = make_inputs(tmp_path / "inputs", hidden_size=64)
+    options = {"device": "cuda", "heartbeat_timeout": 10, "validate_every": 0, "save_every": 2, "sharding": sharding}
+    first, second = start_ranks([Run(flags(inputs, tmp_path, max_steps=1000, **options), fault="killed")])
+    try:
+        second.communicate(timeout=300)
+        assert second.returncode == -signal.SIGKILL
+        began = time.monotonic()
+        text, _ = first.communicate(timeout=200)
+        print(f"the other ended after {time.monotonic() - began:.1f} s")
+    finally:
+        first.kill()
+    assert first.returncode == HARDWARE.code or json.loads(text)["code"] == HARDWARE.code, text
+    status = read_status(tmp_path / "run")
+    assert status is not None
+    print(status.reason)
+    assert status.state == "failed"
+    assert re.search("lost contact with another rank|rank 1 on .* has sent no heartbeat", status.reason), status.reason
 
 
 def test_stop_of_one_rank_is_agreed_while_a_step_computes(tmp_path: Path):

@@ -171,8 +171,12 @@ def report_error(error: BaseException, config: TrainingConfig | None, world: Wor
         _await_launcher()
         return BUG.code
     kind = kind_of(error)
+    environment = _environment(world)
+    if follows and config is not None and environment.job_id is not None and os.environ.get("LEAST_NODES"):
+        # For requeue.py --attend: the other may have died with its node, of which srun does not hear
+        record_failure(config.run_folder, environment, str(error), True, kind.name)
     if follows and _await_launcher():
-        return kind.code  # records nothing: the launcher knows of the other
+        return kind.code  # records nothing else: the launcher knows of the other
     if isinstance(error, torch.OutOfMemoryError):
         text = out_of_memory(error)
     elif isinstance(error, OSError) and kind is not BUG:

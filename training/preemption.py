@@ -353,12 +353,12 @@ def _array_tasks(text: str) -> list[str]:
 
 
 def end_steps(job_id: str) -> None:
-    """Kill what runs of a job beside its script, where SLURM reaches it."""
-    with contextlib.suppress(SlurmUnreachable):
+    """Begin to kill what runs of a job beside its script, where SLURM reaches it; it waits long for a dead node."""
+    with contextlib.suppress(SlurmUnreachable, OSError):
         steps = _query("squeue", "--noheader", "--steps", "--jobs", job_id, "--format=%i").split()
         for step in steps:
             if step.rpartition(".")[2].isdigit():
-                _run("scancel", "--signal=KILL", step)
+                subprocess.Popen(["scancel", "--signal=KILL", step])
 
 
 # Excluded nodes

@@ -232,7 +232,16 @@ def gives_back(rank: int) -> Iterator[None]:
 
 @fault
 def stopped(rank: int) -> Iterator[None]:
-    """Rank 1 is stopped after step 5, as by SIGSTOP from outside."""
+    yield from _signalled_after_step_5(rank, signal.SIGSTOP)
+
+
+@fault
+def killed(rank: int) -> Iterator[None]:
+    yield from _signalled_after_step_5(rank, signal.SIGKILL)
+
+
+def _signalled_after_step_5(rank: int, number: int) -> Iterator[None]:
+    """Rank 1 is stopped or killed, as from outside."""
     import train_single_gpu
 
     train_step = train_single_gpu.train_step
@@ -240,7 +249,7 @@ def stopped(rank: int) -> Iterator[None]:
     def step(state, *arguments):
         done = train_step(state, *arguments)
         if state.step == 5 and rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), number)
         return done
 
     with mock.patch.object(train_single_gpu, "train_step", step):
