@@ -1,5 +1,6 @@
 """Micro-steps recorded as CUDA graphs are the micro-steps."""
 
+import json
 import weakref
 from itertools import pairwise
 from pathlib import Path
@@ -76,7 +77,10 @@ def test_rows_filled_up_with_padding_change_nothing(
     """In a run whose batch and rows grow, and whose last micro-batch is any size; and room for documents that are not
     there, with a stand-in for kernels that are launched by document."""
     inputs = make_inputs(tmp_path / "inputs", position_embedding=positions)
+    sources = [{"path": f"train/part_{number}.shard", "repeat": 1} for number in (0, 1)]
+    (inputs / "mix.json").write_text(json.dumps({"sources": sources}))
     options = {"masking": masking, "max_steps": 20, "local_batch_size": 45, "global_batch_size": 128, "valid_path": ""}
+    options["train_path"] = inputs / "mix.json"
     assert train_single_gpu.main(flags(inputs, tmp_path, "plain", **options), single_world) == 0
     filled: list[tuple[int, int]] = []
     failed: list[int] = []
@@ -106,7 +110,7 @@ def test_rows_filled_up_with_padding_change_nothing(
     monkeypatch.setattr(rope, "varlen_kernel", lambda: each_document_alone)
     assert train_single_gpu.main(flags(inputs, tmp_path, "padded", **options, compile=True), single_world) == 0
     plain, padded = training_lines(tmp_path / "plain"), training_lines(tmp_path / "padded")
-    for key in ("train/loss", "train/accuracy", "stats/grad_norm"):
+    for key in ("train/loss", "train/accuracy", "stats/grad_norm", "train/part_1/masked_loss"):
         assert [line[key] for line in padded] == pytest.approx([line[key] for line in plain], rel=2e-4), key
     assert max(others for others, _ in filled) > 2
     assert (max(causal for _, causal in filled) > 0) == (positions == "rope")
