@@ -143,7 +143,7 @@ def run_races(options: argparse.Namespace) -> None:
 
 def _values(result: dict[str, Any]) -> dict[str, float]:
     values = {f"dev {name}": _held_out_loss(result, f"valid/ema_{name}_loss") for name in ("masked", "causal")}
-    for name in _SETS:
+    for name in _SETS if "pairs" in result else ():  # a run may have been measured by its losses alone
         for mode in _MODES:
             values[f"{name} {mode}"] = 100 * result["pairs"]["sets"][name]["modes"][mode]["mean"]["accuracy"]
     return {**values, "M tokens": result["tokens"] / 1e6, "seconds": result["seconds"]}
@@ -157,13 +157,13 @@ def _held_out_loss(result: dict[str, Any], key: str) -> float:
 def _row(name: str, runs: list[dict[str, float]], baseline: list[dict[str, float]] | None) -> str:
     cells = []
     for column in COLUMNS:
-        values = [run[column] for run in runs]
+        values, others = ([run[column] for run in of if column in run] for of in (runs, baseline or ()))
         digits = 3 if column.startswith("dev") else 1
-        cell = f"{statistics.fmean(values):.{digits}f}"
+        cell = f"{statistics.fmean(values):.{digits}f}" if values else "-"
         if len(values) > 1:
             cell += f" ± {statistics.stdev(values) / math.sqrt(len(values)):.{digits}f}"
-            if baseline and len(baseline) > 1 and column not in ("M tokens", "seconds"):
-                cell += f" (p {welch([run[column] for run in baseline], values):.2g})"
+            if len(others) > 1 and column != "M tokens":
+                cell += f" (p {welch(others, values):.2g})"
         cells.append(cell)
     return f"| {name} | {len(runs)} | " + " | ".join(cells) + " |"
 
@@ -215,7 +215,9 @@ def main() -> int:
     found = read_results(options.output, options.results)
     print(table(found, options.baseline))
     if options.plot and found:
-        columns = {c: {name: mean_and_error([run[c] for run in runs]) for name, runs in found.items()} for c in COLUMNS}
+        values = {c: {name: [run[c] for run in runs if c in run] for name, runs in found.items()} for c in COLUMNS}
+        scores = {c: {name: mean_and_error(runs) for name, runs in of.items() if runs} for c, of in values.items()}
+        columns = {c: points for c, points in scores.items() if points}
         draw("recipe", columns, options.plot)
     return 0
 
