@@ -169,23 +169,32 @@ class GPTBertForCausalLM(GPTBertLanguageModel, GenerationMixin):
         )
 
 
-def text_starts(hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
-    """Bool [B, T]: first tokens of texts, `<s>`; with padding on the left further right, several in packed rows."""
+def real_tokens(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Bool [B, T]: what is no padding."""
     rows, length = hidden.shape[:2]
-    texts = torch.ones(rows, length, dtype=torch.int64, device=hidden.device)
-    if position_ids is not None:
-        texts = texts + packed_texts(position_ids, attention_mask, 0).to(hidden.device)
-    if attention_mask is not None and attention_mask.ndim > 2:  # padding is what nothing attends
-        texts = texts * given_pairs(attention_mask, rows, length, length)[:, 0].any(dim=1).to(hidden.device)
-    elif attention_mask is not None:
-        texts = texts * (attention_mask != 0).to(hidden.device)
+    if attention_mask is None:
+        return torch.ones(rows, length, dtype=torch.bool, device=hidden.device)
+    if attention_mask.ndim > 2:  # padding is what nothing attends
+        attention_mask = given_pairs(attention_mask, rows, length, length)[:, 0].any(dim=1)
+    return (attention_mask != 0).to(hidden.device)
+
+
+def text_starts(hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor) -> Tensor:
+    """Bool [B, T]: the first token of each text, of several in packed rows."""
+    texts = 1 + packed_texts(position_ids, attention_mask, 0).to(hidden.device)
+    texts = texts * real_tokens(hidden, attention_mask)
     return texts > F.pad(texts.cummax(dim=1).values, (1, -1))
 
 
 def first_states(hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
-    """The states [B, D] of the first tokens of rows' texts; with position_ids [N, D], of all N texts in their order."""
-    starts = text_starts(hidden, attention_mask, position_ids)
-    return hidden[torch.arange(len(hidden)), starts.int().argmax(dim=1)] if position_ids is None else hidden[starts]
+    """The states of the first tokens of texts, `<s>`: [B, D], or with position_ids [N, D] of all N texts in their
+    order. With padding on the left these tokens are further right."""
+    if position_ids is not None:
+        return hidden[text_starts(hidden, attention_mask, position_ids)]
+    if attention_mask is None:
+        return hidden[:, 0]
+    first = real_tokens(hidden, attention_mask).int().argmax(dim=1)
+    return hidden[torch.arange(hidden.size(0), device=hidden.device), first]
 
 
 def refuse_packed(what: str, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> None:
