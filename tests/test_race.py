@@ -65,9 +65,10 @@ def test_race_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_committed_results_give_the_table_again():
     """What benchmarks/speedrun/README.md says of the record, with nothing to run."""
-    results = ROOT / "benchmarks" / "results" / "2026-11-22_h200_race_ten_epochs.json"
-    rows = [
-        [cell.strip() for cell in line.split("|")] for line in table(read_results(None, [results]), "x").splitlines()
-    ]
-    record = next(row for row in rows if row[1] == "lamb_no_dropout")
-    assert record[2:6] == ["3", "2.400 ± 0.002", "2.844 ± 0.002", "70.0 ± 0.6"]
+    names = ("2026-11-22_h200_race_ten_epochs.json", "2026-11-22_h200_race_long_rows.json")
+    found = read_results(None, [ROOT / "benchmarks/results" / name for name in names])
+    lines = table(found, "lamb_no_dropout").splitlines()
+    rows = {cells[1]: cells[2:] for cells in ([cell.strip() for cell in line.split("|")] for line in lines)}
+    assert rows["lamb_no_dropout"][:4] == ["3", "2.400 ± 0.002", "2.844 ± 0.002", "70.0 ± 0.6"]
+    record = ["3", "2.335 ± 0.005 (p 0.0043)", "2.816 ± 0.001 (p 0.00062)", "68.9 ± 0.2 (p 0.21)"]
+    assert rows["normuon_long_rows"][:4] == record  # of one seed without minimal pairs
