@@ -392,8 +392,8 @@ def test_kernels_in_compiled_sublayers_match_eager(monkeypatch: pytest.MonkeyPat
     for plain, compiled in zip(results[:4], results[4:], strict=True):
         assert (plain - compiled).norm() < 0.03 * plain.norm()
     assert not counters["graph_break"]
-    assert graphs[4] <= 4, "the first sublayer of a kind, and all others"
-    assert graphs[5] == graphs[6] == graphs[7] <= 8
+    assert graphs[4] <= 5, "the first sublayer of a kind, and all others; the dropout of embedded words"
+    assert graphs[5] == graphs[6] == graphs[7] <= 10
 
 
 # Weights and state

@@ -218,10 +218,10 @@ def fit_micro_batch(state: TrainState, inputs: Inputs, split: str) -> Inputs:
 
 def _fits(state: TrainState, builder: BatchBuilder, split: str, rows: int) -> bool:
     """Whether the largest micro-batches of so many rows fit beside moments, a validation's copy of the weights, and a
-    twentieth of the device for what nobody counts."""
+    tenth of the device for what nobody counts."""
     device = state.world.device
     own = sum(average.numel() for average in state.ema.state_dict().values())
-    still = 4 * own + (0 if state.optimizer.state else 8 * own) + device_bytes(device) // 20
+    still = 4 * own + (0 if state.optimizer.state else 8 * own) + device_bytes(device) // 10
     try:
         room = torch.empty(still, dtype=torch.uint8, device=device)
         warm_up(state, builder, split, rows)
