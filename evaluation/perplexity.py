@@ -28,7 +28,6 @@ if __package__ in (None, ""):  # run as a file: make the repository root importa
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
-from torch import nn
 
 from data.cli import Parser
 from data.corpus import Corpus, CorpusError
@@ -49,6 +48,7 @@ from evaluation.scoring import (
 )
 from evaluation.token_log_probs import SpecialIds, TokenizedSentences
 from evaluation.validation import validate
+from model_protocol import PretrainingModel
 from training.checkpoint import rows_begin_with_bos, training_flags
 
 _LARGEST_EXPONENT = 700.0
@@ -191,7 +191,7 @@ def measure(
     rows = max(1, model.shape.rows * model.shape.length // options.seq_length)
     metrics = {}
     if modes != ("masked",) or not options.every_token:
-        metrics = validate(cast(nn.Module, model.loaded.model), held_out, model.world, rows, model.autocast, "")
+        metrics = validate(cast(PretrainingModel, model.loaded.model), held_out, model.world, rows, model.autocast, "")
     for mode in modes:
         predicted = corpus.num_tokens
         if mode == "masked" and options.every_token:
