@@ -117,6 +117,7 @@ class DataPlan:
     hybrid_schedule: the masked fraction of rows at each step, in place of the constant or evenly moving one that
     hybrid_numerator, hybrid_denominator and hybrid_numerator_end name.
     open_end: the order of rows does not depend on where the run ends, so that a longer one goes on without repeating.
+    earlier_ends: steps at which runs that this one goes on from were to end; rows before stay in their order.
     mask_rates: how the rates of rows are drawn.
     objectives: data.objectives.run_objectives of the run.
     target_cost: what a target costs, in the model's head, beside what each token costs; decides which rank computes a
@@ -135,6 +136,7 @@ class DataPlan:
     seed: int = 42
     hybrid_schedule: RatioSchedule | None = None
     open_end: bool = False
+    earlier_ends: tuple[int, ...] = ()
     mask_rates: MaskRates = SCHEDULED
     objectives: tuple[Objective, ...] = OBJECTIVES
     target_cost: float = 0.0
@@ -248,9 +250,11 @@ class DataPlan:
         return [0, *(np.flatnonzero(np.diff(self.schedule.factors)) + 1).tolist(), self.max_steps]
 
     def spans(self, objective: int) -> list[tuple[int, int, int]]:
-        """First token, end and row length of each part of an objective's stream whose rows have one length."""
+        """First token, end and row length of each part of an objective's stream whose rows are shuffled by themselves:
+        they have one length, and are all before an earlier end or all behind it."""
         sums, lengths = self._token_sums[objective], self.seq_length * self.schedule.factors
-        spans = [(int(sums[a]), int(sums[b]), int(lengths[a])) for a, b in pairwise(self.length_changes())]
+        cuts = sorted({*self.length_changes(), *(step for step in self.earlier_ends if step < self.max_steps)})
+        spans = [(int(sums[a]), int(sums[b]), int(lengths[a])) for a, b in pairwise(cuts)]
         return [*spans[:-1], (spans[-1][0], 1 << 62, spans[-1][2])] if self.open_end else spans
 
     def row_keys(self, objective: int, positions: np.ndarray) -> np.ndarray:

@@ -221,6 +221,39 @@ def test_with_an_open_end_the_order_of_rows_does_not_depend_on_the_length():
         assert short.spans(objective) == long.spans(objective)
     assert [short.step(step).position for step in range(20)] == [long.step(step).position for step in range(20)]
     assert DataPlan(20, 8, 16).spans(0)[-1][1] == DataPlan(20, 8, 16).objective_tokens(0)
+    short, long = (
+        DataPlan(n, 8, 16, 1.0, 1, 2, milestones=(), earlier_ends=ends) for n, ends in ((20, ()), (30, (20,)))
+    )
+    for objective in (0, 1):
+        assert long.spans(objective)[:-1] == short.spans(objective)
+        assert long.spans(objective)[-1][0] == short.objective_tokens(objective)
+
+
+def test_run_that_is_extended_twice_reads_each_row_once(tmp_path):
+    """By a schedule that has an end, half-way and from its last step; each token of an epoch comes once."""
+    inputs = make_inputs(tmp_path / "inputs")
+    still = {"batch_reduction": 1, "length_milestones": "", "save_every": 4, "validate_every": 0}
+    still |= {"data_fingerprint": True, "mask_p_end": 0.3}
+
+    def prints(name: str, **options) -> tuple[list[str], str]:
+        done = run(flags(inputs, tmp_path, name, **still | options))
+        return [line["data/fingerprint"] for line in training_lines(tmp_path / name)], done.stdout
+
+    whole, _ = prints("whole", max_steps=12)
+    longer, said = prints("longer", max_steps=20, resume=tmp_path / "whole" / "checkpoints" / "step_00000008")
+    assert "another order" not in said
+    assert "--earlier_ends was [] and is now [12]" in said
+    assert longer[:4] == whole[8:]
+    named, _ = prints("named", max_steps=20, earlier_ends="12")
+    assert named == whole + longer[4:]
+    longest, said = prints("longest", max_steps=24, resume=tmp_path / "longer" / "checkpoints" / "step_00000020")
+    assert "--earlier_ends was [12] and is now [12, 20]" in said
+    assert len({*whole, *longer[4:], *longest}) == 24
+    shutil.rmtree(tmp_path / "longer" / "checkpoints" / "step_00000020")
+    again, _ = prints("longer", max_steps=20, resume=tmp_path / "whole" / "checkpoints" / "step_00000008")
+    assert again == longer
+    _, said = prints("shorter", max_steps=10, resume=tmp_path / "whole" / "checkpoints" / "step_00000008")
+    assert "rows come in another order from here on" in said
 
 
 @pytest.mark.slow

@@ -178,6 +178,10 @@ class Flags:
     length_milestones: tuple[float, ...] = _batches(
         (0.7, 0.9), "fractions of the run at which rows double in length; '' keeps them", RISING, kind=float_list
     )
+    earlier_ends: tuple[int, ...] = _batches(
+        (), "steps at which runs that this one goes on from were to end, whose order of rows it keeps; --resume "
+        "CHECKPOINT with a new --name finds them", STEPS, kind=int_list,
+    )  # fmt: skip
     order: str = _batches(
         "documents", "what an epoch takes in random order: documents, read here and there; or blocks, each read from "
         "front to back, for corpora that are not in memory, or with 100 M documents and more",

@@ -50,7 +50,7 @@ from training.checkpoint import training_flags
 from training.config import LATER_FLAGS, ConfigError, TrainingConfig, later_flag
 from training.distributed import World
 from training.optimizers import optimizer_kind
-from training.run_dir import RunView, annealed
+from training.run_dir import RunView, annealed, extended
 from training.schedules import OPEN_ENDED, courses_in_steps, due, steps_of
 
 _VOCABULARY_PADDING = 128  # a vocabulary rounded up to a multiple of this is no mistake
@@ -189,6 +189,7 @@ def make_plan(config: TrainingConfig, exposure: Exposure, model: ModelConfig | N
         seed=config.seed,
         hybrid_schedule=_ratio_schedule(config, exposure),
         open_end=config.schedule in OPEN_ENDED,
+        earlier_ends=config.earlier_ends,
         mask_rates=MaskRates.parse(config.mask_rate),
         objectives=run_objectives(config.causal_rows),
         target_cost=_target_cost(model, config.seq_length) if model is not None else 0.0,
@@ -340,7 +341,7 @@ def read_inputs(config: TrainingConfig, trusted: bool = False) -> Inputs:
             "of 64)"
         )
     sets = _held_out_sets(config, options, identity, eos, corpus, files)
-    config = annealed(_with_steps(config, corpus), corpus.exposure)
+    config = extended(annealed(_with_steps(config, corpus), corpus.exposure))
     plan = make_plan(config, corpus.exposure, model_config)
     config = _with_lengths(config, plan, corpus)
     if plan.smallest_batch < 1:

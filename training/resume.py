@@ -11,15 +11,14 @@ from typing import Any
 from data.objectives import added_objectives
 from model import ModelConfig
 from training.checkpoint import Checkpoint, CheckpointError, clean, find_newest, locate, set_aside
-from training.config import FIELDS, LATER_FLAGS, ConfigError, TrainingConfig, differences
+from training.config import LATER_FLAGS, ConfigError, TrainingConfig, differences
 from training.distributed import World, on_main
 from training.environment import Environment
 from training.inputs import Inputs
 from training.metric_logger import read_metrics
 from training.optimizers import takes_over
 from training.preemption import register_attempt
-from training.run_dir import RunFolder, RunView, origin
-from training.schedules import OPEN_ENDED
+from training.run_dir import RunFolder, RunView, keeps_row_order, origin
 from training.status import ABANDONED, FINISHED, Attempt, checkpoint_folders, list_checkpoints, newest_step, read_status
 
 _WITHOUT_WEIGHTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")  # of a model: a branch may change them
@@ -195,7 +194,7 @@ def _check_fit(checkpoint: Checkpoint, inputs: Inputs, same_run: bool) -> list[s
             "order: documents of this epoch may come again"
         )
     elif "step" not in inputs.config.reset and (
-        _row_order(flags) != _row_order(inputs.config.to_dict())
+        not keeps_row_order(flags, inputs.config.to_dict())
         or (
             inputs.builder.mix.moves_with_length
             and (flags.get("planned_steps") or flags["max_steps"]) != inputs.config.planned_length
@@ -207,18 +206,6 @@ def _check_fit(checkpoint: Checkpoint, inputs: Inputs, same_run: bool) -> list[s
         kept = "from the moments of the old one, which it scales otherwise" if takes_over(new, old) else "without state"
         changed.append(f"the new optimizer starts {kept}")
     return changed
-
-
-def _row_order(flags: dict[str, Any]) -> list[Any]:
-    """What the order of rows depends on: that of a run whose plan does not move need not depend on its length."""
-    flags = {name: flags.get(name, spec.default) for name, spec in FIELDS.items()}
-    names = ("seq_length", "global_batch_size", "hybrid_numerator", "hybrid_denominator", "seed", "document_end")
-    names = (*names, "order", "block_tokens", "shuffle_tokens")
-    moving = {"batch_reduction": 1, "length_milestones": [], "hybrid_numerator_end": -1, "hybrid_schedule": ""}
-    moves = [flags.get(name, still) for name, still in moving.items()]
-    depends = moves != list(moving.values()) or flags["schedule"] not in OPEN_ENDED
-    length = flags["planned_steps"] or flags["max_steps"]
-    return [*(flags[name] for name in names), *moves, length if depends else None]
 
 
 def _saved_data(checkpoint: Checkpoint, inputs: Inputs) -> str:

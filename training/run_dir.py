@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -24,8 +24,9 @@ from data.batch_schedule import BatchSchedule
 from data.positions import Exposure, PositionError, parse_position, step_after
 from data.wording import time_text
 from training.checkpoint import RECORD, SaveError, training_flags
-from training.config import ConfigError, TrainingConfig
+from training.config import FIELDS, ConfigError, TrainingConfig
 from training.environment import COMMIT_FILE, git
+from training.schedules import OPEN_ENDED
 from training.status import LEDGER, SAMPLES, checkpoint_folders, copied_from, list_checkpoints
 from training.watchdog import HeartbeatFile
 
@@ -304,3 +305,46 @@ def annealed(config: TrainingConfig, exposure: Exposure) -> TrainingConfig:
         raise ConfigError(f"--anneal_steps is {config.anneal_steps}; {error}") from error
     found = dict(zip(names, (end, max(planned, end), str(end - step)), strict=True))
     return dataclasses.replace(config, **given, **found)
+
+
+def extended(config: TrainingConfig) -> TrainingConfig:
+    """`config` of a longer run that branches off, with the ends of the runs before it, in whose order it goes on."""
+    source = config.checkpoint_filename or config.resume
+    begun = training_flags(config.run_folder)
+    if config.earlier_ends or (not begun and (source in ("auto", "never") or "step" in config.reset)):
+        return config
+    if begun:
+        return dataclasses.replace(config, earlier_ends=tuple(begun.get("earlier_ends", ())))
+    flags = training_flags(Path(source))
+    ends = _row_order(flags).ends if flags else None
+    found = dataclasses.replace(config, earlier_ends=tuple(end for end in ends or () if end < config.planned_length))
+    return found if flags and keeps_row_order(flags, found.to_dict()) else config
+
+
+def keeps_row_order(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether a branch with the flags `new` reads rows in the order of the run with `old`, and longer ones go on."""
+    before, now = _row_order(old), _row_order(new)
+    if before == now or before.moves or before.flags != now.flags or before.ends is None or now.ends is None:
+        return before == now
+    return now.ends[: len(before.ends)] == before.ends
+
+
+class _RowOrder(NamedTuple):
+    """What the order of rows depends on. moves: it changes over the run. ends: steps up to which rows are shuffled by
+    themselves; None where they do not depend on the run's length."""
+
+    flags: list[Any]
+    moves: bool
+    ends: list[int] | None
+
+
+def _row_order(flags: dict[str, Any]) -> _RowOrder:
+    flags = {name: flags.get(name, spec.default) for name, spec in FIELDS.items()}
+    names = ("seq_length", "global_batch_size", "hybrid_numerator", "hybrid_denominator", "seed", "document_end")
+    names = (*names, "order", "block_tokens", "shuffle_tokens")
+    still = {"batch_reduction": 1, "length_milestones": [], "hybrid_numerator_end": -1, "hybrid_schedule": ""}
+    moving = [list(found) if isinstance(found := flags[name], tuple) else found for name in still]
+    moves = moving != list(still.values())
+    ends = [*flags["earlier_ends"], flags["planned_steps"] or flags["max_steps"]]
+    open_end = not moves and flags["schedule"] in OPEN_ENDED
+    return _RowOrder([*(flags[name] for name in names), *moving], moves, None if open_end else ends)
