@@ -4,6 +4,7 @@ import json
 import weakref
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -93,7 +94,8 @@ def test_rows_filled_up_with_padding_change_nothing(
             part = own.tokens.clone()
             held.append(weakref.ref(part))
             raise RuntimeError("something would have to be compiled")
-        return forward_backward._Graph(EagerGraph(self, own, key), own, key.rows[0], [])  # type: ignore[arg-type]
+        stand_in: Any = EagerGraph(self, own, key)
+        return forward_backward._Graph(stand_in, own, key.rows[0], [])
 
     def replay(self: forward_backward._Graph, batch: RowBatch, first: int) -> None:
         filled.append((self.first - first, len(self.batch) - self.first - len(batch) + first))
